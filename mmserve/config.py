@@ -1,0 +1,94 @@
+"""One frozen tree of configuration, read at the border (the command line) and passed down.
+
+Owns names, defaults, units and validation. Standard library only; nothing below reads the
+environment or a flag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+GIB = 1024**3
+MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What an image may be before it is decoded."""
+
+    max_bytes: int = 20 * MIB
+    max_pixels: int = 40_000_000
+    max_side: int = 16_384
+    max_images: int = 32  # a request
+    formats: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how its weights are held."""
+
+    model: str = "smolvision-135m"  # a name in configs/models/ or the path of such a JSON
+    served_name: str | None = None  # the id in /v1/models; default: the model's own name
+    dtype: str = "auto"  # auto | float32 | bfloat16 | int8 (weights and activations, CPU)
+    device: str = "auto"  # auto | cpu | cuda
+    lora: bool = True  # False serves the untouched base model's text weights
+    max_model_len: int | None = None  # tokens, text and image; default: the model's own
+    num_threads: int | None = None  # CPU threads; default: torch's
+    cache_dir: Path | None = None  # where fetched weights live; default: ~/.cache/mmserve
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The two KV pools: budgets in bytes, pages in tokens."""
+
+    page_size: int = 16
+    text_bytes: int = 1 * GIB
+    vision_bytes: int = GIB // 2
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int = 64  # sequences running in one step
+    max_num_batched_tokens: int = 512  # text tokens in one step
+    max_images_per_step: int = 16  # encoder runs in one step
+    max_waiting: int = 1024  # requests queued before 429
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    images: ImageLimits = field(default_factory=ImageLimits)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP and WebSocket border."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    max_body_bytes: int = 64 * MIB
+    max_frame_bytes: int = 32 * MIB
+    max_file_bytes: int = 32 * MIB
+    max_files_bytes: int = 2 * GIB
+    file_ttl_s: int = 24 * 3600
+    store_ttl_s: int = 24 * 3600
+    max_stored_responses: int = 10_000
+    max_log_events: int = 20_000  # events kept per response for resume
+    grace_s: float = 60.0  # a stored WebSocket response runs on this long without a reader
+    heartbeat_s: float = 15.0
+    lanes_per_socket: int = 16
+    queue_per_lane: int = 8
+
+
+@dataclass(frozen=True)
+class Config:
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)

@@ -1,0 +1,70 @@
+"""The named errors a user can cause, each with OpenAI's error fields.
+
+Owns the mapping from a fault to (HTTP status, type, code). Knows nothing of HTTP frameworks: the
+server turns these into bodies and events. Our own broken invariants are `assert`s, not these.
+"""
+
+from __future__ import annotations
+
+
+class RequestError(Exception):
+    """A request that is refused. `message` names the thing and the limit; `param` the field."""
+
+    status = 400
+    kind = "invalid_request_error"
+    code = "invalid_value"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidImageError(RequestError):
+    """The bytes are not a whole, decodable image."""
+
+    code = "invalid_image"
+
+
+class UnsupportedImageTypeError(RequestError):
+    """The bytes are an image, or a file, of a format that is not accepted."""
+
+    code = "unsupported_image_type"
+
+
+class ImageTooLargeError(RequestError):
+    """More bytes, pixels or a longer side than the limit, known before decoding."""
+
+    code = "image_too_large"
+
+
+class TooManyImagesError(RequestError):
+    code = "too_many_images"
+
+
+class ContextLengthExceededError(RequestError):
+    """The prompt (or prompt + max_tokens) can never fit the context or the KV pools."""
+
+    code = "context_length_exceeded"
+
+
+class QueueFullError(RequestError):
+    status = 429
+    kind = "rate_limit_error"
+    code = "queue_full"
+
+
+class EngineUnavailableError(RequestError):
+    """The engine is loading, draining or has stopped."""
+
+    status = 503
+    kind = "server_error"
+    code = "engine_unavailable"
+
+
+class InternalError(RequestError):
+    status = 500
+    kind = "server_error"
+    code = "internal_error"

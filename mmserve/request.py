@@ -1,0 +1,222 @@
+"""What a user asked and how far it got: host state only.
+
+Owns `SamplingParams`, segments, `Request`, `Sequence` (tokens, images, lengths, status) and the
+events that leave the engine. Knows nothing of tensors, pages' contents, JSON or sockets.
+
+A sequence is a list of segments: text tokens or one image. Only text tokens live in the text KV
+pool, so a text token has two coordinates: its **text index** i (its slot among the sequence's text
+pages) and its **position** p (what rotary embedding sees), where p = i + the visual tokens of the
+images before it.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. `temperature` 0 is greedy. Validated by `validate`."""
+
+    max_tokens: int | None = None  # None: until the context is full
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: off; n: the chosen token's and the n best
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInput:
+    """One image as a request carries it.
+
+    `digest` [32 bytes] is its identity (see vision.preprocess); `pixels` is what the decoder made
+    of `data`, or None when the pool already held the digest and decoding was skipped.
+    """
+
+    digest: bytes
+    data: bytes
+    num_tokens: int
+    pixels: Any = None
+
+
+@dataclass(frozen=True)
+class TextSegment:
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ImageSegment:
+    image: ImageInput
+
+
+Segment = TextSegment | ImageSegment
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"  # end-of-turn token, stop token or stop string
+    LENGTH = "length"  # max_tokens or the context limit
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()  # (token id, text, logprob), best first
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request; a cached token is one whose KV was read, not computed."""
+
+    prompt_tokens: int = 0  # text and image
+    image_tokens: int = 0
+    cached_tokens: int = 0  # text and image
+    cached_image_tokens: int = 0
+    completion_tokens: int = 0
+    vision_hits: int = 0  # images
+    vision_misses: int = 0  # images
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Milliseconds of one request."""
+
+    queue_ms: float = 0.0
+    image_ms: float = 0.0
+    prompt_ms: float = 0.0  # from first scheduled to first token, images included
+    predicted_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """What one step made for one request. The last event has a finish reason, usage, timings."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to continue it. `prefill_only` computes KV and makes no token."""
+
+    id: str
+    segments: tuple[Segment, ...]
+    params: SamplingParams
+    prefill_only: bool = False
+    arrival: float = field(default_factory=time.monotonic)
+
+    @property
+    def images(self) -> list[ImageInput]:
+        return [s.image for s in self.segments if isinstance(s, ImageSegment)]
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waiting again; its KV may have been given back
+    FINISHED = "finished"
+
+
+@dataclass
+class PlacedImage:
+    """An image at its place: before text token `text_index`, visual positions from `base`."""
+
+    image: ImageInput
+    text_index: int
+    base: int
+    pages: list[int] | None = None  # vision pages while the sequence holds the image
+
+
+class Sequence:
+    """A request's tokens and lengths, and which pages hold them.
+
+    Invariants: num_computed_tokens <= num_tokens; the pages cover at least the computed tokens;
+    `keys[i]` identifies text token i *and* the images directly before it, so equal key prefixes
+    mean equal KV at equal positions.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.status = SequenceStatus.WAITING
+        self.token_ids: list[int] = []
+        self.images: list[PlacedImage] = []
+        self.keys: list[Hashable] = []
+        self.pages: list[int] = []  # text pages, logical to physical
+        self.num_computed_tokens = 0  # text tokens whose KV is in the pool
+        self.num_cached_tokens = 0  # text tokens found in the prefix cache at first admission
+        position = 0
+        before: list[bytes] = []
+        for segment in request.segments:
+            if isinstance(segment, ImageSegment):
+                self.images.append(PlacedImage(segment.image, len(self.token_ids), position))
+                before.append(segment.image.digest)
+                position += segment.image.num_tokens
+                continue
+            for token in segment.token_ids:
+                self.token_ids.append(token)
+                self.keys.append((*before, token) if before else token)
+                before.clear()
+            position += len(segment.token_ids)
+        # A trailing image is looked at by the first generated token, which is always text.
+        self._before_next = before
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_image_tokens = sum(p.image.num_tokens for p in self.images)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_tokens(self) -> int:
+        """Text tokens, prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def length(self) -> int:
+        """Positions used: text and image tokens."""
+        return self.num_tokens + self.num_image_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def position(self, text_index: int) -> int:
+        """The rotary position of a text token."""
+        return text_index + sum(
+            p.image.num_tokens for p in self.images if p.text_index <= text_index
+        )
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.keys.append((*self._before_next, token_id) if self._before_next else token_id)
+        self._before_next = []
