@@ -166,6 +166,7 @@ class Sequence:
         self.pages: list[int] = []  # text pages, logical to physical
         self.num_computed_tokens = 0  # text tokens whose KV is in the pool
         self.num_cached_tokens = 0  # text tokens found in the prefix cache at first admission
+        self.missing_images: frozenset[bytes] = frozenset()  # digests not found then
         position = 0
         before: list[bytes] = []
         for segment in request.segments:

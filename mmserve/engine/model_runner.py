@@ -1,0 +1,97 @@
+"""The model runner: a `Batch` in, logits out.
+
+Owns the device, the fused model and both pools' tensors. Knows nothing of queues, text or sockets.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
+from mmserve.config import CacheConfig
+from mmserve.engine.plan import build_step
+from mmserve.kernels.reference import rope_table
+from mmserve.model import attention
+from mmserve.model.fuse import fuse
+from mmserve.model.loader import LoadedModel
+from mmserve.scheduler.batch import Batch, Chunk, ImageJob
+
+
+class Logits(NamedTuple):
+    """`values` [C, vocab] float32: the next token's logits of each sampling chunk, in order."""
+
+    chunks: list[Chunk]
+    values: Tensor
+
+
+class ModelRunner:
+    """Runs images and text of one step. Fuses `loaded.lm` in place."""
+
+    def __init__(
+        self, loaded: LoadedModel, cache: CacheConfig, *, weights: str, max_model_len: int
+    ) -> None:
+        self.lm: Any = loaded.lm
+        self.vision_model = loaded.vision
+        config = self.lm.config
+        head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        parameter = next(self.lm.parameters())
+        self.device = parameter.device
+        self.table = rope_table(max_model_len, head_dim, config.rope_parameters["rope_theta"])
+        self.table = self.table.to(self.device)
+        shape = KVShape(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            page_size=cache.page_size,
+            dtype=parameter.dtype,
+            device=self.device,
+        )
+        self.text = TextKVPool(shape, cache.text_bytes)
+        self.vision = VisionKVPool(shape, cache.vision_bytes)
+        attention.register()
+        self.lm.config._attn_implementation = attention.NAME
+        fuse(self.lm, table=self.table, weights=weights)
+
+    @torch.inference_mode()
+    def encode(self, job: ImageJob, pixels: Tensor) -> None:
+        """Encode one image, uint8 [1, 3, H, W], and write its KV.
+
+        Each image runs alone, in the same shape always: its KV is a function of the image only,
+        to the last bit, whatever else waits.
+        """
+        embeds = self.vision_model.encode(pixels.to(self.device))  # [1, n, hidden]
+        step = attention.ImageStep(job.pages, self.vision)
+        positions = torch.arange(embeds.shape[1], device=self.device)[None]
+        self._forward(embeds, positions, step)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Logits | None:
+        """Compute the batch's text; None when it holds only images."""
+        if not batch.chunks:
+            return None
+        step_input = build_step(batch.chunks, self.table, self.text.shape.page_size)
+        embeds = self.lm.get_input_embeddings()(step_input.token_ids)[None]
+        step = attention.TextStep(step_input.plan, self.text, self.vision)
+        hidden = self._forward(embeds, step_input.positions[None], step)
+        sampling = [i for i, c in enumerate(step_input.order) if c.samples]
+        if not sampling:
+            return None
+        rows = step_input.last[torch.tensor(sampling, device=self.device)]
+        values = self.lm.lm_head(hidden[0, rows]).float()
+        return Logits([step_input.order[i] for i in sampling], values)
+
+    def _forward(self, embeds: Tensor, positions: Tensor, step: attention.Step) -> Tensor:
+        out = self.lm.model(
+            inputs_embeds=embeds,
+            position_ids=positions,
+            attention_mask=None,
+            use_cache=False,
+            step=step,
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden

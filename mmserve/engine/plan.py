@@ -1,0 +1,100 @@
+"""From a batch's chunks to the index tensors of one forward pass.
+
+Owns the order of tokens in the flat batch: first all single-token chunks (decoding) as one group,
+then each longer chunk as a group of its own. Knows nothing of weights or pools' contents.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmserve.kernels.reference import AttentionPlan, QueryGroup
+from mmserve.scheduler.batch import Chunk
+
+
+class StepInput(NamedTuple):
+    """`token_ids`, `positions` [T] int64; `order`: the chunks as laid out; `last` [C] int64: the
+    flat row of each chunk's last token, in that order."""
+
+    token_ids: Tensor
+    positions: Tensor
+    order: list[Chunk]
+    last: Tensor
+    plan: AttentionPlan
+
+
+def _pad(rows: list[list[int]], device: torch.device) -> Tensor:
+    width = max((len(r) for r in rows), default=0)
+    return torch.tensor([r + [0] * (width - len(r)) for r in rows], dtype=torch.long).to(device)
+
+
+def _group(chunks: list[Chunk], start: int, table: Tensor, page_size: int) -> QueryGroup:
+    """One group of chunks of equal length. `table`: cos and sin by position (`rope_table`)."""
+    device = table.device
+    num_queries = chunks[0].count
+    pages, hi = [], []
+    image_pages, lengths, rows, slots, bases, seen = [], [], [], [], [], []
+    max_images = 0
+    for row, chunk in enumerate(chunks):
+        end = chunk.start + chunk.count
+        pages.append(chunk.seq.pages[: -(-end // page_size)])
+        hi.append(range(chunk.start + 1, end + 1))
+        visible = [p for p in chunk.seq.images if p.text_index < end]
+        max_images = max(max_images, len(visible))
+        for slot, placed in enumerate(visible):
+            assert placed.pages is not None
+            image_pages.append(placed.pages)
+            lengths.append(placed.image.num_tokens)
+            rows.append(row)
+            slots.append(slot)
+            bases.append(placed.base)
+            seen.append([placed.text_index <= i for i in range(chunk.start, end)])
+    base = torch.tensor(bases, dtype=torch.long, device=device)
+    cos, sin = table[base].unbind(1)
+    return QueryGroup(
+        start=start,
+        num_seqs=len(chunks),
+        num_queries=num_queries,
+        text_pages=_pad(pages, device),
+        text_hi=torch.tensor([list(r) for r in hi], device=device),
+        image_pages=_pad(image_pages, device),
+        image_len=torch.tensor(lengths, dtype=torch.long, device=device),
+        image_row=torch.tensor(rows, dtype=torch.long, device=device),
+        image_slot=torch.tensor(
+            [r * max_images + s for r, s in zip(rows, slots, strict=True)],
+            dtype=torch.long,
+            device=device,
+        ),
+        image_seen=torch.tensor(seen, dtype=torch.bool, device=device).view(-1, num_queries),
+        cos=cos[:, None, None],
+        sin=-sin[:, None, None],  # the angle is -base
+        max_images=max_images,
+    )
+
+
+def build_step(chunks: list[Chunk], table: Tensor, page_size: int) -> StepInput:
+    """Lay the chunks out flat. `table` [positions, 2, D / 2] float32 is `rope_table`'s."""
+    decode = [c for c in chunks if c.count == 1]
+    prefill = [c for c in chunks if c.count > 1]
+    layout = ([decode] if decode else []) + [[c] for c in prefill]
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    last: list[int] = []
+    groups = []
+    for members in layout:
+        groups.append(_group(members, len(token_ids), table, page_size))
+        for chunk in members:
+            seq = chunk.seq
+            for index in range(chunk.start, chunk.start + chunk.count):
+                token_ids.append(seq.token_ids[index])
+                positions.append(seq.position(index))
+                slots.append(seq.pages[index // page_size] * page_size + index % page_size)
+            last.append(len(token_ids) - 1)
+    device = table.device
+    flat = torch.tensor([token_ids, positions, slots], dtype=torch.long).to(device)
+    plan = AttentionPlan(slots=flat[2], groups=tuple(groups))
+    return StepInput(flat[0], flat[1], decode + prefill, torch.tensor(last).to(device), plan)

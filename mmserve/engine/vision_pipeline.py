@@ -1,0 +1,62 @@
+"""From the bytes of an image to pixels, doing nothing that has been done before.
+
+Owns identity and decoding of images for the engine: the digest of the encoded bytes comes first,
+and an image whose KV is in the pool is neither decoded nor kept as pixels. Knows nothing of
+sessions, queues or KV. Thread-safe: requests are prepared beside the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mmserve.config import ImageLimits
+from mmserve.errors import RequestError
+from mmserve.request import ImageInput
+from mmserve.vision import preprocess
+
+
+class VisionPipeline:
+    """`is_resident(digest)` says whether the vision pool holds an image's KV already."""
+
+    def __init__(
+        self,
+        limits: ImageLimits,
+        *,
+        size: int,
+        num_tokens: int,
+        settings_id: bytes,
+        is_resident: Callable[[bytes], bool],
+        on_decode: Callable[[], None],
+    ) -> None:
+        self.limits = limits
+        self.size = size
+        self.num_tokens = num_tokens
+        self.settings_id = settings_id
+        self.is_resident = is_resident
+        self.on_decode = on_decode
+
+    def prepare(self, data: bytes, param: str | None = None) -> ImageInput:
+        """Check and identify one image; decode it unless its KV is known.
+
+        Raises InvalidImageError, UnsupportedImageTypeError or ImageTooLargeError with `param`.
+        """
+        try:
+            preprocess.check_header(data, self.limits)
+            digest = preprocess.digest(data, self.settings_id)
+            pixels = None if self.is_resident(digest) else self._decode(data)
+        except RequestError as error:
+            error.param = param
+            raise
+        return ImageInput(digest, data, self.num_tokens, pixels)
+
+    def pixels(self, image: ImageInput) -> Tensor:
+        """uint8 [1, 3, H, W]; decodes again if the KV was evicted after `prepare`."""
+        pixels = self._decode(image.data) if image.pixels is None else image.pixels
+        return torch.from_numpy(pixels)[None]
+
+    def _decode(self, data: bytes) -> preprocess.Pixels:
+        self.on_decode()
+        return preprocess.decode(data, self.limits, self.size)

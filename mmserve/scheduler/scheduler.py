@@ -1,0 +1,254 @@
+"""The scheduler: decides what one step computes, and who holds which pages meanwhile.
+
+Owns the waiting and running queues, admission, chunked prefill, preemption and the sequences' page
+references. Knows nothing of tensors, weights or sockets.
+
+Progress: running sequences are kept in order of arrival and only a later one is preempted for an
+earlier one, so the earliest always moves; a sequence takes all its images' pages or none, so two
+can never wait for each other; and `check_admissible` has proved that each fits alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from mmserve.cache.page_pool import PagePool
+from mmserve.cache.radix_cache import RadixCache
+from mmserve.cache.vision_index import VisionIndex
+from mmserve.config import SchedulerConfig
+from mmserve.errors import ContextLengthExceededError, QueueFullError
+from mmserve.request import Request, Sequence, SequenceStatus
+from mmserve.scheduler.batch import Batch, Chunk, ImageJob
+
+
+class Scheduler:
+    """One step's `Batch` at a time. Pages are counted in the text pool and the vision index."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        text: PagePool,
+        vision: VisionIndex,
+        radix: RadixCache | None,
+        page_size: int,
+        max_model_len: int,
+    ) -> None:
+        self.config = config
+        self.text = text
+        self.vision = vision
+        self.radix = radix
+        self.page_size = page_size
+        self.max_model_len = max_model_len
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.prefix_queries = 0  # text tokens
+        self.prefix_hits = 0  # text tokens
+
+    # -- admission ------------------------------------------------------------------------------
+
+    def check_admissible(self, request: Request, num_prompt: int, num_image: int) -> None:
+        """Refuse at once what can never run. Counts are text and image tokens of the prompt.
+
+        Raises ContextLengthExceededError (context, text pool or vision pool) or QueueFullError.
+        """
+        if len(self.waiting) >= self.config.max_waiting:
+            raise QueueFullError(f"{len(self.waiting)} requests are waiting; the limit is that.")
+        asked = num_prompt + num_image
+        share = f"{num_image} of them for images" if num_image else "no images"
+        room = self.max_model_len - (0 if request.prefill_only else 1)
+        if asked > room:
+            raise ContextLengthExceededError(
+                f"The prompt has {asked} tokens ({share}); the context limit is "
+                f"{self.max_model_len}, and one is needed for the answer."
+            )
+        capacity = self.text.num_pages * self.page_size
+        if num_prompt + 1 > capacity:
+            raise ContextLengthExceededError(
+                f"The prompt has {num_prompt} text tokens; the text KV pool holds {capacity}."
+            )
+        images = {image.digest: image.num_tokens for image in request.images}
+        pages = sum(-(-tokens // self.page_size) for tokens in images.values())
+        if pages > self.vision.num_pages:
+            raise ContextLengthExceededError(
+                f"The {len(images)} images need {pages} vision pages; "
+                f"the vision KV pool has {self.vision.num_pages}."
+            )
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch:
+        """Choose the next step: running sequences first, then as many waiting ones as fit."""
+        batch = Batch()
+        # Decoding sequences come first, so that a long prefill cannot delay a token.
+        for seq in sorted(self.running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1):
+            if seq.status is SequenceStatus.RUNNING:
+                self._add_chunk(batch, seq)
+        while self.waiting and self._room(batch) and self._admit(self.waiting[0]):
+            seq = self.waiting.popleft()
+            seq.status = SequenceStatus.RUNNING
+            self.running.append(seq)
+            self.running.sort(key=lambda s: s.request.arrival)
+            self._add_chunk(batch, seq)
+        batch.chunks = [c for c in batch.chunks if c.seq.status is SequenceStatus.RUNNING]
+        return batch
+
+    def _room(self, batch: Batch) -> bool:
+        return (
+            len(self.running) < self.config.max_num_seqs
+            and batch.num_tokens < self.config.max_num_batched_tokens
+        )
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Take the sequence's images and cached prefix; False leaves it as it was."""
+        wanted = [(p.image.digest, p.image.num_tokens) for p in seq.images]
+        acquired = self.vision.acquire_all(wanted)
+        if acquired is None:
+            return False
+        matched = self.radix.match(seq.keys) if self.radix else None
+        pages = list(matched.pages) if matched else []
+        self.text.retain(pages)
+        missing = self._pages_for(seq.num_tokens) - len(pages)
+        if missing > self.text.num_free + self._evictable():
+            self.text.release(pages)
+            self._release_images(seq)
+            return False
+        for placed in seq.images:
+            placed.pages = acquired.pages[placed.image.digest]
+        seq.pages = pages
+        seq.num_computed_tokens = len(pages) * self.page_size
+        if seq.status is SequenceStatus.WAITING:
+            seq.num_cached_tokens = seq.num_computed_tokens
+            seq.missing_images = frozenset(acquired.missing)
+            self.prefix_queries += seq.num_tokens
+            self.prefix_hits += seq.num_cached_tokens
+        return True
+
+    def _add_chunk(self, batch: Batch, seq: Sequence) -> None:
+        """Schedule as much of the sequence as its images, the token budget and pages allow."""
+        self._add_images(batch, seq)
+        scheduled = {job.image.digest for job in batch.images}
+        end = seq.num_tokens
+        for placed in seq.images:  # text behind an image waits until the image is there
+            if not self._ready(placed.image.digest):
+                if placed.image.digest not in scheduled:
+                    end = min(end, placed.text_index)
+                    break
+        start = seq.num_computed_tokens
+        budget = self.config.max_num_batched_tokens - batch.num_tokens
+        count = min(end - start, budget)
+        if count <= 0 or not self._ensure_pages(seq, start + count):
+            return
+        batch.chunks.append(Chunk(seq, start, count, samples=start + count == seq.num_tokens))
+
+    def _add_images(self, batch: Batch, seq: Sequence) -> None:
+        scheduled = {job.image.digest for job in batch.images}
+        for placed in seq.images:
+            digest = placed.image.digest
+            if digest in scheduled or self._ready(digest):
+                continue
+            if len(batch.images) >= self.config.max_images_per_step:
+                return
+            assert placed.pages is not None
+            batch.images.append(ImageJob(placed.image, placed.pages))
+            scheduled.add(digest)
+
+    # -- pages ----------------------------------------------------------------------------------
+
+    def _ready(self, digest: bytes) -> bool:
+        entry = self.vision.lookup(digest)
+        return entry is not None and entry.ready
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _evictable(self) -> int:
+        return self.radix.evictable_pages if self.radix else 0
+
+    def _ensure_pages(self, seq: Sequence, tokens: int) -> bool:
+        """Give the sequence pages for `tokens` text tokens, preempting later ones if need be."""
+        need = self._pages_for(tokens) - len(seq.pages)
+        while need > self.text.num_free:
+            if self.radix and self.radix.evict(need - self.text.num_free):
+                continue
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        if need > 0:
+            seq.pages.extend(self.text.allocate(need))
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the head of the queue; its computed pages stay findable until evicted."""
+        self.num_preemptions += 1
+        self._give_back(seq)
+        seq.status = SequenceStatus.PREEMPTED
+        self.running.remove(seq)
+        self.waiting.appendleft(seq)
+
+    def _give_back(self, seq: Sequence) -> None:
+        self.cache_prefix(seq)
+        self.text.release(seq.pages)
+        seq.pages = []
+        seq.num_computed_tokens = 0
+        self._release_images(seq)
+
+    def _release_images(self, seq: Sequence) -> None:
+        for placed in seq.images:
+            self.vision.release(placed.image.digest)
+            placed.pages = None
+
+    def cache_prefix(self, seq: Sequence) -> None:
+        """Make the sequence's whole computed pages findable by later ones."""
+        full = seq.num_computed_tokens // self.page_size
+        if self.radix and full:
+            self.radix.insert(seq.keys[: full * self.page_size], seq.pages[:full])
+
+    # -- after a step ---------------------------------------------------------------------------
+
+    def advance(self, chunk: Chunk) -> None:
+        """Record that a chunk's KV is in the pool."""
+        seq = chunk.seq
+        seq.num_computed_tokens = chunk.start + chunk.count
+        if chunk.samples and chunk.count > 1:  # a prefill just ended
+            self.cache_prefix(seq)
+
+    def finish(self, seq: Sequence) -> None:
+        """Take a sequence out of either queue and give back everything it holds."""
+        if seq.status is SequenceStatus.RUNNING:
+            self._give_back(seq)
+            self.running.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+
+    def check_invariants(self) -> None:
+        """Every reference in the pools is explained by a running sequence or the radix cache."""
+        self.text.check_invariants()
+        self.vision.check_invariants()
+        held: dict[int, int] = {}
+        for seq in self.running:
+            assert seq.num_computed_tokens <= len(seq.pages) * self.page_size
+            for page in seq.pages:
+                held[page] = held.get(page, 0) + 1
+        if self.radix:
+            self.radix.check_invariants()
+            for page in self.radix.pages():
+                held[page] = held.get(page, 0) + 1
+        for page in range(self.text.num_pages):
+            assert self.text.ref_count(page) == held.get(page, 0), page
+        for seq in self.waiting:
+            assert not seq.pages and all(p.pages is None for p in seq.images)
