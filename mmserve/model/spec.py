@@ -1,0 +1,110 @@
+"""A model's description: one JSON of `configs/models/`, as a frozen dataclass.
+
+Owns the JSON's words and the identity of the weights. Reads no weights beyond hashing their files.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmserve.model.fetch import BaseModelSpec, sha256_of
+from mmserve.vision.encoder import EncoderConfig
+from mmserve.vision.model import VisionConfig
+from mmserve.vision.perceiver import CompressorConfig, Source
+from mmserve.vision.preprocess import fingerprint
+
+_MODELS = Path(__file__).parent.parent / "configs" / "models"
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    file: Path
+    alpha: float
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a model is made of and how it is spoken to. Lengths in tokens, sizes in pixels."""
+
+    name: str
+    max_model_len: int
+    rope_theta: float
+    base: BaseModelSpec
+    lora: LoraSpec | None  # None: the base model's own text weights
+    vision: VisionConfig
+    vision_files: tuple[Path, ...]
+    system_prompt: str
+    image_prefix: (
+        str  # before an image's tokens; {k} counts images through the conversation, from 1
+    )
+    image_suffix: str  # after them
+    licences: dict[str, str]
+    weights_id: bytes  # [32]: equal ids, equal functions from pixels and tokens to KV
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Visual tokens an image becomes."""
+        return self.vision.num_tokens
+
+    @property
+    def image_size(self) -> int:
+        return self.vision.image_size
+
+
+def load_spec(model: str, lora: bool = True) -> ModelSpec:
+    """Reads a name in `configs/models/` or a path; `lora` False leaves the adapter out.
+
+    Raises `ValueError` for an unknown name and `KeyError` or `TypeError` for a malformed file.
+    """
+    path = Path(model) if model.endswith(".json") else _MODELS / f"{model}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in _MODELS.glob("*.json")))
+        raise ValueError(f"no model {model!r}; known are {known}, or give the path of a JSON")
+    text = path.read_bytes()
+    data: dict[str, Any] = json.loads(text)
+    adapter = data.get("lora") if lora else None
+    adapter = adapter and LoraSpec(path.parent / adapter["file"], float(adapter["alpha"]))
+    base = BaseModelSpec(**data["base"])
+    files = tuple(path.parent / name for name in data["vision"]["files"])
+    hashes = [sha256_of(f) for f in (*files, *([adapter.file] if adapter else []))]
+    weights = " ".join([base.gguf_sha256, *hashes])
+    return ModelSpec(
+        name=data["name"],
+        max_model_len=data["max_model_len"],
+        rope_theta=data["rope_theta"],
+        base=base,
+        lora=adapter,
+        vision=_vision(data["vision"]),
+        vision_files=files,
+        system_prompt=data["prompt"]["system"],
+        image_prefix=data["prompt"]["image_prefix"],
+        image_suffix=data["prompt"]["image_suffix"],
+        licences=data["licences"],
+        weights_id=fingerprint(("spec", text), ("weights", weights.encode())),
+    )
+
+
+def _vision(data: dict[str, Any]) -> VisionConfig:
+    preprocess, encoder, compressor = data["preprocess"], data["encoder"], dict(data["compressor"])
+    levels = {
+        int(stride): tuple(Source(**source) for source in sources)
+        for stride, sources in compressor.pop("levels").items()
+    }
+    grid, sigmas = compressor.pop("latent_grid"), compressor.pop("local_sigmas")
+    return VisionConfig(
+        encoder=EncoderConfig(
+            encoder["vision_cfg"], tuple(encoder["features"]), encoder["fold_batch_norm"]
+        ),
+        compressor=CompressorConfig(
+            image_size=preprocess["size"],
+            levels=levels,
+            latent_grid=(grid[0], grid[1]),
+            local_sigmas=tuple(sigmas),
+            **compressor,
+        ),
+        mean=tuple(preprocess["mean"]),
+        std=tuple(preprocess["std"]),
+    )

@@ -1,0 +1,70 @@
+"""The whole vision path after decoding: pixels to visual tokens.
+
+Owns the composition encoder -> compressor, normalisation and the canonical shape images are
+computed in. Knows nothing of files, caches or the language model beyond its width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mmserve.vision.encoder import EncoderConfig, VisionEncoder
+from mmserve.vision.perceiver import CompressorConfig, PerceiverCompressor
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    encoder: EncoderConfig
+    compressor: CompressorConfig
+    mean: tuple[float, ...]  # a channel, of pixels scaled to 0..1
+    std: tuple[float, ...]
+
+    @property
+    def image_size(self) -> int:
+        """Pixels a side."""
+        return self.compressor.image_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Visual tokens an image."""
+        return self.compressor.num_latents
+
+
+class VisionModel(nn.Module):
+    """Images to visual tokens in the language model's embedding space."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.visual = VisionEncoder(config.encoder)
+        self.resampler = PerceiverCompressor(config.compressor)
+        mean, std = (torch.tensor(x).view(1, -1, 1, 1) for x in (config.mean, config.std))
+        self.register_buffer("scale", 255 * std, persistent=False)
+        self.register_buffer("shift", mean / std, persistent=False)
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Exactly this model's tensors, under `visual.` and `resampler.`, in any float dtype."""
+        named = {k.replace("visual.", "visual.trunk.", 1): v.float() for k, v in tensors.items()}
+        self.load_state_dict(named)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """pixels: uint8 [N, 3, size, size] -> float32 [N, num_tokens, hidden_size].
+
+        Images run one by one, so none depends on its batch mates.
+        """
+        return torch.cat([self._encode_one(image[None]) for image in pixels])
+
+    def _encode_one(self, pixels: Tensor) -> Tensor:
+        size = self.config.image_size
+        assert pixels.shape == (1, 3, size, size) and pixels.dtype == torch.uint8
+        x = pixels.to(self.scale.device).float() / self.scale - self.shift
+        out: Tensor = self.resampler(self.visual(x))
+        return out
