@@ -6,9 +6,12 @@ User text never becomes a special token: only the template writes those, by id.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmserve.request import Segment
+from mmserve.errors import RequestError
+from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
+from mmserve.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ Part = TextPart | ImagePart | TokensPart
 
 @dataclass(frozen=True)
 class Message:
-    role: str  # system | user | assistant | tool
+    role: str  # system | developer | user | assistant | tool
     parts: tuple[Part, ...]
 
 
@@ -51,3 +54,168 @@ class Prompt:
     @property
     def num_tokens(self) -> int:
         return self.num_text_tokens + self.num_image_tokens
+
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+
+class ChatTemplate:
+    """The ChatML form: `<|im_start|>role`, newline, content, `<|im_end|>`, newline.
+
+    An image is written `image_prefix` (with its number {k} in the conversation, from 1), its
+    visual tokens, and `image_suffix`. The suffix separates: it ends a text that stands before an
+    image, and precedes whatever follows one, in the same message; a message may end in an image.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        system: str | None = (
+            "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        ),
+        image_prefix: str = "Image {k}: ",
+        image_suffix: str = "\n",
+    ) -> None:
+        """`system` is said when a conversation does not begin with a system message."""
+        self._tokenizer = tokenizer
+        self._system = system
+        self._image_prefix = image_prefix
+        self._image_suffix = image_suffix
+        self._start = tokenizer.special("<|im_start|>")
+        self._end = tokenizer.special("<|im_end|>")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        images: Sequence[ImageInput],
+        *,
+        continue_final: bool = False,
+    ) -> Prompt:
+        """The conversation as segments; images[i] is the i-th `ImagePart` of all messages.
+
+        Ends with the opening of the assistant's turn, or, with `continue_final`, inside the last
+        message, which must be the assistant's. Raises `RequestError` when there is no message, a
+        role is unknown or there is nothing to continue.
+        """
+        if not messages:
+            raise RequestError("messages is empty; at least one is needed", param="messages")
+        for i, message in enumerate(messages):
+            if message.role not in ROLES:
+                raise RequestError(
+                    f"role {message.role!r} is none of {', '.join(ROLES)}",
+                    param=f"messages[{i}].role",
+                )
+        if continue_final and messages[-1].role != "assistant":
+            raise RequestError(
+                "only a last message of role 'assistant' can be continued", param="messages"
+            )
+        count = sum(isinstance(part, ImagePart) for m in messages for part in m.parts)
+        assert count == len(images), f"{count} image parts, {len(images)} images"
+
+        out = _PromptWriter(self._tokenizer)
+        if self._system is not None and ROLES[messages[0].role] != "system":
+            self._open(out, "system")
+            out.text(self._system)
+            self._close(out)
+        done = 0
+        for i, message in enumerate(messages):
+            self._open(out, ROLES[message.role])
+            done = self._content(out, message, images, done)
+            if not (continue_final and i == len(messages) - 1):
+                self._close(out)
+        if not continue_final:
+            self._open(out, "assistant")
+        return out.prompt()
+
+    def _open(self, out: _PromptWriter, role: str) -> None:
+        out.tokens([self._start])
+        out.text(f"{role}\n")
+
+    def _close(self, out: _PromptWriter) -> None:
+        out.tokens([self._end])
+        out.text("\n")
+
+    def _content(
+        self, out: _PromptWriter, message: Message, images: Sequence[ImageInput], done: int
+    ) -> int:
+        """Writes a message's parts; `done` images came before. Returns the new number of them."""
+        before: Part | None = None
+        for part in message.parts:
+            if isinstance(part, TextPart) and not part.text:
+                continue
+            out.text(self._separator(before, part))
+            if isinstance(part, TextPart):
+                out.text(part.text)
+            elif isinstance(part, ImagePart):
+                out.text(self._image_prefix.format(k=done + 1))
+                out.image(images[done])
+                done += 1
+            else:
+                # An answer that ended its turn brings the end token; the template writes it too.
+                ids = part.token_ids
+                out.tokens(ids[:-1] if ids and ids[-1] == self._end else ids)
+            before = part
+        return done
+
+    def _separator(self, before: Part | None, part: Part) -> str:
+        """What stands between two parts of one message."""
+        suffix = self._image_suffix
+        if before is None:
+            return ""
+        if isinstance(before, ImagePart):
+            return suffix
+        if isinstance(part, ImagePart):
+            ended = isinstance(before, TextPart) and before.text.endswith(suffix)
+            return "" if ended else suffix
+        if isinstance(before, TextPart) and isinstance(part, TextPart):
+            return "\n"
+        return ""
+
+
+class _PromptWriter:
+    """Collects text, exact tokens and images; each run of text is encoded as a whole."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._segments: list[Segment] = []
+
+    def text(self, text: str) -> None:
+        self._text.append(text)
+
+    def tokens(self, token_ids: Sequence[int]) -> None:
+        self._encode_text()
+        self._ids.extend(token_ids)
+
+    def image(self, image: ImageInput) -> None:
+        self._end_segment()
+        self._segments.append(ImageSegment(image))
+
+    def prompt(self) -> Prompt:
+        self._end_segment()
+        texts = [s for s in self._segments if isinstance(s, TextSegment)]
+        images = [s for s in self._segments if isinstance(s, ImageSegment)]
+        return Prompt(
+            segments=tuple(self._segments),
+            num_text_tokens=sum(len(s.token_ids) for s in texts),
+            num_image_tokens=sum(s.image.num_tokens for s in images),
+        )
+
+    def _encode_text(self) -> None:
+        if text := "".join(self._text):
+            self._ids.extend(self._tokenizer.encode(text))
+        self._text = []
+
+    def _end_segment(self) -> None:
+        self._encode_text()
+        if self._ids:
+            self._segments.append(TextSegment(tuple(self._ids)))
+        self._ids = []
