@@ -1,0 +1,291 @@
+"""Logits to tokens: penalties, filters, random choice and log-probabilities.
+
+Owns the rules and their order. Knows nothing of pools, the model or text. For each row:
+
+1. repetition penalty over prompt and output (positive logits divided, negative multiplied);
+2. frequency penalty times the count in the output, presence penalty if there is any;
+3. logit bias;
+4. temperature, then top-k, top-p of what top-k left, min-p;
+5. one draw by inverting the cumulative distribution.
+
+The log-probabilities reported are the model's own: of the logits before any of these steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmserve.errors import RequestError
+from mmserve.request import SamplingParams
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_LENGTH = 1024  # characters; looking for one costs its length at every token
+MAX_LOGPROBS = 20
+
+# Below it, logits divided by the temperature overflow float32; the best token has all the mass.
+GREEDY_TEMPERATURE = 1e-5
+
+# Sorting a whole vocabulary costs more than a small model's step; nearly always the filters
+# cut within the first few hundred tokens.
+CANDIDATES = 512
+
+
+class SampledToken(NamedTuple):
+    token_id: int
+    logprob: float | None = None  # natural log; None when not asked for
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+class SamplingState:
+    """What one sequence brings to the sampler, kept from step to step.
+
+    `token_ids` is the sequence's own growing list, prompt first; it is read, never changed. The
+    counts behind the penalties follow it by the tokens that were added since the last step.
+    """
+
+    def __init__(
+        self, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
+    ) -> None:
+        self.params = params
+        self._token_ids = token_ids
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_counted = 0
+        self._seen: Tensor | None = None  # [V] bool: in prompt or output
+        self._counts: Tensor | None = None  # [V] float32: times in the output
+        self.generator: torch.Generator | None = None  # on the CPU, so that devices agree
+        if params.seed is not None:
+            self.generator = torch.Generator().manual_seed(params.seed)
+
+    @property
+    def greedy(self) -> bool:
+        return self.params.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def penalised(self) -> bool:
+        p = self.params
+        return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+
+    @property
+    def plain(self) -> bool:
+        """The best logit is the answer and nothing else is asked."""
+        p = self.params
+        return self.greedy and not self.penalised and not p.logit_bias and p.logprobs is None
+
+    def counts(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(seen [V] bool, output counts [V] float32) on `device`, up to date."""
+        if self._seen is None or self._counts is None:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._counts = torch.zeros(vocab_size, device=device)
+        new = torch.tensor(self._token_ids[self._num_counted :], dtype=torch.long, device=device)
+        output = new[max(self._num_prompt_tokens - self._num_counted, 0) :]
+        self._seen[new] = True
+        self._counts.index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
+        self._num_counted = len(self._token_ids)
+        return self._seen, self._counts
+
+
+class Sampler:
+    """Chooses one token per row. A row's token does not depend on the other rows."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        """`generator` (CPU) serves the rows without a seed; default: a randomly seeded one."""
+        self._generator = generator
+        if generator is None:
+            self._generator = torch.Generator()
+            self._generator.seed()
+
+    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+        """One token for each row.
+
+        logits: [B, V] float32, any device, left as they are. states: one per row.
+        """
+        assert logits.ndim == 2 and len(logits) == len(states), "one state per row of logits"
+        if all(state.plain for state in states):
+            return [SampledToken(token) for token in logits.argmax(-1).tolist()]
+        adjusted = self._adjust(logits, states)
+        tokens = adjusted.argmax(-1)
+        rows = [i for i, state in enumerate(states) if not state.greedy]
+        if rows:
+            tokens[rows] = self._draw(adjusted[rows], [states[i] for i in rows])
+        return self._report(logits, states, tokens)
+
+    def _adjust(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        """Logits with penalties and bias; the same tensor when no row has any."""
+        rows = [i for i, s in enumerate(states) if s.penalised or s.params.logit_bias]
+        if not rows:
+            return logits
+        adjusted = logits.clone()
+        for i in rows:
+            row, state = adjusted[i], states[i]
+            if state.penalised:
+                row.copy_(_penalise(row, state))
+            if bias := state.params.logit_bias:
+                ids = torch.tensor(list(bias), device=row.device)
+                row[ids] += torch.tensor(list(bias.values()), dtype=row.dtype, device=row.device)
+        return adjusted
+
+    def _draw(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        """A random token for each row. logits: [R, V] -> [R] int64."""
+        params = [state.params for state in states]
+        scaled = logits / _column([p.temperature for p in params], logits)
+        lowest = filter_threshold(scaled, params)
+        scaled = scaled.masked_fill(scaled < lowest, -math.inf)
+        # In float64 a sum over a vocabulary keeps every token's share.
+        mass = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)  # [R, V]
+        total = mass[:, -1:]
+        at = total * self._uniform(states).to(mass.device).unsqueeze(-1)
+        # A product rounded up to the total would point behind the last token.
+        at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))
+        # `right` steps over tokens without mass; the clamp is for logits that are NaN.
+        chosen = torch.searchsorted(mass, at, right=True).squeeze(-1)
+        return chosen.clamp_(max=logits.shape[1] - 1)
+
+    def _uniform(self, states: Sequence[SamplingState]) -> Tensor:
+        """[R] float64 in [0, 1): one number of each row's own generator, or of the common one."""
+        return torch.cat(
+            [
+                torch.rand(1, generator=state.generator or self._generator, dtype=torch.float64)
+                for state in states
+            ]
+        )
+
+    def _report(
+        self, logits: Tensor, states: Sequence[SamplingState], tokens: Tensor
+    ) -> list[SampledToken]:
+        wanted = {i: n for i, s in enumerate(states) if (n := s.params.logprobs) is not None}
+        result = [SampledToken(token) for token in tokens.tolist()]
+        if not wanted:
+            return result
+        rows = list(wanted)
+        logprobs = logits[rows].log_softmax(-1)  # [R, V]
+        chosen = logprobs.gather(1, tokens[rows].unsqueeze(-1)).squeeze(-1).tolist()
+        best = logprobs.topk(min(max(wanted.values()), logits.shape[1]))
+        values, ids = best.values.tolist(), best.indices.tolist()
+        for r, i in enumerate(rows):
+            top = tuple(zip(ids[r][: wanted[i]], values[r][: wanted[i]], strict=True))
+            result[i] = SampledToken(result[i].token_id, chosen[r], top)
+        return result
+
+
+def filter_threshold(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The lowest logit that top-k, top-p and min-p leave in each row.
+
+    scaled: [R, V] float32, after temperature; -> [R, 1], -inf where nothing is cut. Tokens equal
+    to the threshold stay, so ties do not depend on the order of a sort.
+    """
+    vocab_size = scaled.shape[1]
+    lowest = scaled.new_full((len(params), 1), -math.inf)
+    ranked = [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1]
+    if ranked:
+        chosen = [params[i] for i in ranked]
+        lowest[ranked] = _ranked_threshold(scaled[ranked], chosen, CANDIDATES)
+    if any(p.min_p > 0 for p in params):
+        floor = _column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params], scaled)
+        lowest = torch.maximum(lowest, scaled.amax(-1, keepdim=True) + floor)
+    return lowest
+
+
+def _ranked_threshold(scaled: Tensor, params: Sequence[SamplingParams], width: int) -> Tensor:
+    """The threshold of top-k, then top-p, from each row's `width` best tokens. -> [R, 1]
+
+    Rows that these do not settle are done again with the whole vocabulary, each for itself, so
+    that no row's result depends on its neighbours.
+    """
+    vocab_size = scaled.shape[1]
+    width = min(width, vocab_size)
+    best = scaled.topk(width).values  # [R, width], descending
+    k = torch.tensor(
+        [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], device=scaled.device
+    ).unsqueeze(-1)  # [R, 1]
+    rank = torch.arange(width, device=scaled.device)
+    kept = best.masked_fill(rank >= k, -math.inf)
+    whole = torch.where(k < vocab_size, kept.logsumexp(-1, True), scaled.logsumexp(-1, True))
+    mass = (kept - whole).exp().cumsum(-1)  # [R, width]
+    # The token that reaches top_p is the last to stay; top_p 1 is never cut for rounding.
+    top_p = _column([p.top_p if p.top_p < 1 else math.inf for p in params], scaled)
+    count = torch.minimum((mass < top_p).sum(-1, keepdim=True) + 1, k)
+    lowest = best.gather(1, count.clamp(max=width) - 1)
+    settled = (count <= width) & ((k <= width) | (k == vocab_size))
+    open_rows = (~settled).squeeze(-1).nonzero().flatten().tolist()
+    if open_rows and width < vocab_size:
+        again = [params[i] for i in open_rows]
+        lowest[open_rows] = _ranked_threshold(scaled[open_rows], again, vocab_size)
+    return lowest
+
+
+def _penalise(row: Tensor, state: SamplingState) -> Tensor:
+    """A row of logits [V] after repetition, frequency and presence penalties."""
+    p = state.params
+    seen, counts = state.counts(len(row), row.device)
+    if p.repetition_penalty != 1:
+        weaker = torch.where(row > 0, row / p.repetition_penalty, row * p.repetition_penalty)
+        row = torch.where(seen, weaker, row)
+    return row - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    """Per-row numbers as [R, 1], of the dtype and device of `like`."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
+
+
+def validate(params: SamplingParams, vocab_size: int) -> None:
+    """Raises `RequestError`, naming the field and its limits, for a value out of range."""
+    p = params
+    # Written so that NaN, which compares false, is refused too.
+    limits = [
+        ("temperature", 0 <= p.temperature <= 2, p.temperature, "between 0 and 2"),
+        ("top_p", 0 < p.top_p <= 1, p.top_p, "above 0 and at most 1"),
+        ("top_k", p.top_k >= 0, p.top_k, "0 (off) or more"),
+        ("min_p", 0 <= p.min_p <= 1, p.min_p, "between 0 and 1"),
+        ("presence_penalty", -2 <= p.presence_penalty <= 2, p.presence_penalty, "-2 to 2"),
+        ("frequency_penalty", -2 <= p.frequency_penalty <= 2, p.frequency_penalty, "-2 to 2"),
+        (
+            "repetition_penalty",
+            0 < p.repetition_penalty <= 10,
+            p.repetition_penalty,
+            "above 0 and at most 10",
+        ),
+        ("max_tokens", p.max_tokens is None or p.max_tokens >= 1, p.max_tokens, "1 or more"),
+        (
+            "logprobs",
+            p.logprobs is None or 0 <= p.logprobs <= MAX_LOGPROBS,
+            p.logprobs,
+            f"between 0 and {MAX_LOGPROBS}",
+        ),
+        ("seed", p.seed is None or -(2**63) <= p.seed < 2**63, p.seed, "a 64-bit integer"),
+    ]
+    for name, good, value, limit in limits:
+        if not good:
+            raise RequestError(f"{name} is {value}; it must be {limit}", param=name)
+    _validate_stop(p)
+    for token in p.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"stop_token_ids has {token}; ids are 0 to {vocab_size - 1}", param="stop_token_ids"
+            )
+    for token, bias in p.logit_bias.items():
+        if not 0 <= token < vocab_size or not -100 <= bias <= 100:
+            raise RequestError(
+                f"logit_bias has {token}: {bias}; ids are 0 to {vocab_size - 1}, values -100 to "
+                "100",
+                param="logit_bias",
+            )
+
+
+def _validate_stop(params: SamplingParams) -> None:
+    if len(params.stop) > MAX_STOP_STRINGS:
+        raise RequestError(
+            f"stop has {len(params.stop)} strings; at most {MAX_STOP_STRINGS} are allowed",
+            param="stop",
+        )
+    for stop in params.stop:
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise RequestError(
+                f"stop has a string of {len(stop)} characters; 1 to {MAX_STOP_LENGTH} are allowed",
+                param="stop",
+            )
