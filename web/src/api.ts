@@ -1,0 +1,76 @@
+/**
+ * The HTTP half of the protocol: models, files, a stored response.
+ *
+ * Owns the key and how it is presented. Every refusal is an `ApiFault` with the server's code; a
+ * lost network stays the `TypeError` of `fetch`.
+ */
+import { errorOf } from './protocol';
+import type { ApiError, FileObject, ModelObject, ResponseObject } from './protocol';
+
+/** A server that takes longer than this to name its model counts as not there. */
+const PROBE_MS = 15_000;
+
+export class ApiFault extends Error {
+  constructor(
+    readonly status: number,
+    readonly error: ApiError,
+  ) {
+    super(error.message);
+  }
+}
+
+export class Api {
+  /** `root` is the page's own folder, so the page works under any path prefix. */
+  constructor(
+    private readonly root: URL,
+    public key: string | null,
+  ) {}
+
+  get socketUrl(): string {
+    const url = new URL('v1/responses', this.root);
+    url.protocol = url.protocol === 'https:' ? 'wss:' : 'ws:';
+    return url.href;
+  }
+
+  /** A browser cannot set headers on a socket: the key travels as a sub-protocol. */
+  get socketProtocols(): string[] {
+    return this.key === null ? [] : ['realtime', `openai-insecure-api-key.${this.key}`];
+  }
+
+  async models(): Promise<ModelObject[]> {
+    const response = await this.call('v1/models', { signal: AbortSignal.timeout(PROBE_MS) });
+    return ((await response.json()) as { data: ModelObject[] }).data;
+  }
+
+  async upload(blob: Blob, name: string, signal?: AbortSignal): Promise<string> {
+    const form = new FormData();
+    form.append('purpose', 'vision');
+    form.append('file', blob, name);
+    const response = await this.call('v1/files', { method: 'POST', body: form, signal });
+    return ((await response.json()) as FileObject).id;
+  }
+
+  async retrieve(id: string): Promise<ResponseObject> {
+    const response = await this.call(`v1/responses/${id}`);
+    return (await response.json()) as ResponseObject;
+  }
+
+  /** The events of a response after number `after`: what was missed, then live. */
+  async tail(id: string, after: number, signal: AbortSignal): Promise<ReadableStream<Uint8Array>> {
+    const from = after < 0 ? '' : `&starting_after=${after}`;
+    const response = await this.call(`v1/responses/${id}?stream=true${from}`, { signal });
+    return response.body ?? new ReadableStream();
+  }
+
+  async cancel(id: string): Promise<void> {
+    await this.call(`v1/responses/${id}/cancel`, { method: 'POST' });
+  }
+
+  private async call(path: string, init: RequestInit = {}): Promise<Response> {
+    const headers = this.key === null ? undefined : { Authorization: `Bearer ${this.key}` };
+    const response = await fetch(new URL(path, this.root), { ...init, headers, cache: 'no-store' });
+    if (response.ok) return response;
+    const body: unknown = await response.json().catch(() => null);
+    throw new ApiFault(response.status, errorOf(body, `HTTP ${response.status}`));
+  }
+}

@@ -1,0 +1,45 @@
+/**
+ * What a turn sends: on top of the last stored response, or everything again from the first turn.
+ *
+ * Pure: turns and the server's file ids in, a request body out.
+ */
+import { isContext } from './answer';
+import type { InputMessage } from './protocol';
+import type { Turn } from './store';
+import type { CallBody } from './transport';
+
+export type FileIds = ReadonlyMap<string, string>;
+
+/** The turns before `turn` that its answer builds on; failed ones leave no trace. */
+export function contextOf(turns: readonly Turn[], turn: Turn): Turn[] {
+  return turns.filter((other) => other.position < turn.position && isContext(other.answer));
+}
+
+/** `turn` after the stored response of its context. */
+export function chainBody(context: readonly Turn[], turn: Turn, files: FileIds): CallBody {
+  const previous = context.at(-1)?.answer.responseId ?? null;
+  return { input: [userMessage(turn, files)], previous_response_id: previous, store: true };
+}
+
+/** The whole conversation again, for a server that no longer holds the chain. */
+export function fullBody(context: readonly Turn[], turn: Turn, files: FileIds): CallBody {
+  const input = context.flatMap((past): InputMessage[] => {
+    const answer: InputMessage = {
+      role: 'assistant',
+      content: [{ type: 'output_text', text: past.answer.text }],
+    };
+    return past.answer.text === '' ? [userMessage(past, files)] : [userMessage(past, files), answer];
+  });
+  return { input: [...input, userMessage(turn, files)], previous_response_id: null, store: true };
+}
+
+/** Pictures before text, as the prewarm request sends them: so that its prefix is the turn's. */
+function userMessage(turn: Turn, files: FileIds): InputMessage {
+  const images = turn.pictureIds.map((id) => ({
+    type: 'input_image' as const,
+    file_id: files.get(id) ?? '',
+    detail: 'auto' as const,
+  }));
+  const text = turn.text === '' ? [] : [{ type: 'input_text' as const, text: turn.text }];
+  return { role: 'user', content: [...images, ...text] };
+}
