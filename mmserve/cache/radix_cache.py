@@ -79,6 +79,10 @@ class RadixCache:
                 kept.add(id(node.parent))
         return total
 
+    def pages(self) -> list[int]:
+        """Every page stored, in no order."""
+        return [page for node in self._nodes() for page in node.pages]
+
     def match(self, keys: Keys, limit: int | None = None) -> MatchResult:
         """The longest stored prefix of `keys`, in whole pages. O(len(keys)).
 

@@ -116,6 +116,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.pool.check_invariants()
         self.cache.check_invariants()
         assert self.cache.num_pages == len(self.stored)
+        assert sorted(self.cache.pages()) == sorted(self.stored.values())
         for page in self.stored.values():
             holders = sum(page in pages for pages in self.held)
             assert self.refs(page) == 1 + holders

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmserve.engine.stop import StopChecker
+from mmserve.engine.detokenizer import StopChecker
 
 OUTPUT = "ABCDEFGHIJ"
 

@@ -1,0 +1,100 @@
+"""Metrics: the exact names that dashboards ask for, and values that reach the text."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mmserve.metrics import Metrics
+
+
+def shown(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_preemptions",
+        "prompt_tokens",
+        "generation_tokens",
+        "prefill_seconds",
+        "decode_seconds",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "mm_cache_queries",
+        "mm_cache_hits",
+        "image_decodes",
+        "vision_encoder_runs",
+        "vision_kv_writes",
+    ],
+)
+def test_a_counter_is_shown_with_total_and_starts_at_zero(name: str) -> None:
+    metrics = Metrics()
+    assert shown(metrics)[f"mmserve:{name}_total", ()] == 0
+    getattr(metrics, name).inc(3)
+    assert shown(metrics)[f"mmserve:{name}_total", ()] == 3
+
+
+@pytest.mark.parametrize("name", ["num_requests_running", "num_requests_waiting"])
+def test_a_gauge_is_shown_under_its_name(name: str) -> None:
+    metrics = Metrics()
+    getattr(metrics, name).set(5)
+    assert shown(metrics)[f"mmserve:{name}", ()] == 5
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+    ],
+)
+def test_a_latency_counts_and_sums(name: str) -> None:
+    metrics = Metrics()
+    getattr(metrics, name).observe(0.04)
+    getattr(metrics, name).observe(1000)
+    values = shown(metrics)
+    assert values[f"mmserve:{name}_count", ()] == 2
+    assert values[f"mmserve:{name}_sum", ()] == pytest.approx(1000.04)
+    assert values[f"mmserve:{name}_bucket", (("le", "0.05"),)] == 1
+
+
+def test_pages_and_usage_are_shown_by_pool() -> None:
+    metrics = Metrics()
+    metrics.set_pages("vision", active=3, cached=5, free=4)
+    values = shown(metrics)
+    assert values["mmserve:kv_cache_usage_perc", (("pool", "vision"),)] == 0.25
+    assert values["mmserve:kv_cache_usage_perc", (("pool", "text"),)] == 0
+    pages = {
+        state: values["mmserve:pages", (("pool", "vision"), ("state", state))]
+        for state in ("active", "cached", "free")
+    }
+    assert pages == {"active": 3, "cached": 5, "free": 4}
+
+
+def test_two_engines_in_one_process_count_apart() -> None:
+    first, second = Metrics(), Metrics()
+    first.image_decodes.inc()
+    assert shown(second)["mmserve:image_decodes_total", ()] == 0
+
+
+def test_a_step_of_updates_costs_well_below_a_millisecond() -> None:
+    metrics = Metrics()
+    start = time.perf_counter()
+    for _ in range(100):
+        metrics.num_requests_running.set(8)
+        metrics.set_pages("text", active=1, cached=2, free=3)
+        metrics.set_pages("vision", active=1, cached=2, free=3)
+        for _ in range(8):
+            metrics.inter_token_latency_seconds.observe(0.02)
+        metrics.generation_tokens.inc(8)
+    assert (time.perf_counter() - start) / 100 < 1e-3
