@@ -1,0 +1,118 @@
+"""The application: every surface's routes, the layers around them, start and stop.
+
+Owns assembly only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+import mmserve
+from mmserve.config import ServerConfig
+from mmserve.errors import RequestError
+from mmserve.server import chat, files, ops, responses, responses_ws
+from mmserve.server.auth import Guard
+from mmserve.server.blobs import BlobStore
+from mmserve.server.engine_face import EngineFace
+from mmserve.server.envelope import Envelope
+from mmserve.server.errors import on_http_exception, on_request_error
+from mmserve.server.files import FileStore
+from mmserve.server.page import Page
+from mmserve.server.server_metrics import ServerMetrics
+from mmserve.server.services import Services
+from mmserve.server.store import ResponseStore
+
+SWEEP_S = 60.0  # between two looks for expired files and responses
+
+
+def _services(engine: EngineFace, config: ServerConfig, blob_folder: Path | None) -> Services:
+    blobs = BlobStore(blob_folder)
+    return Services(
+        engine=engine,
+        config=config,
+        blobs=blobs,
+        files=FileStore(blobs, config),
+        responses=ResponseStore(config, blobs),
+        metrics=ServerMetrics(),
+    )
+
+
+async def _sweep(services: Services) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        services.files.expire()
+        services.responses.expire()
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    services: Services = app.state.services
+    # Started beside the server, so that /health can say "loading" meanwhile.
+    starting = services.started = asyncio.ensure_future(services.engine.start())
+    sweeping = asyncio.ensure_future(_sweep(services))
+    try:
+        yield
+    finally:
+        services.draining = True
+        for job in list(services.jobs):
+            job.stop()
+        await asyncio.gather(*(job.wait() for job in services.jobs), return_exceptions=True)
+        starting.cancel()
+        sweeping.cancel()
+        await asyncio.gather(starting, sweeping, return_exceptions=True)
+        await services.engine.stop()
+        services.blobs.close()
+
+
+def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware]:
+    layers = [Middleware(Envelope, config=config, metrics=metrics)]
+    if config.allow_origins:
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.allow_origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "retry-after"),
+            )
+        )
+    layers.append(Middleware(Guard, config=config))
+    return layers
+
+
+def create_app(
+    engine: EngineFace,
+    config: ServerConfig,
+    *,
+    page_folder: Path | None = None,
+    blob_folder: Path | None = None,
+) -> Starlette:
+    """An ASGI application over one engine, which it starts and stops."""
+    services = _services(engine, config, blob_folder)
+    app = Starlette(
+        routes=[
+            *ops.ROUTES,
+            *files.ROUTES,
+            *chat.ROUTES,
+            *responses.ROUTES,
+            *responses_ws.ROUTES,
+        ],
+        middleware=_middleware(config, services.metrics),
+        exception_handlers={
+            RequestError: on_request_error,
+            HTTPException: on_http_exception,
+        },
+        lifespan=_lifespan,
+    )
+    app.state.services = services
+    app.router.redirect_slashes = False
+    app.router.default = Page(page_folder or Path(mmserve.__file__).parent / "webui")
+    return app

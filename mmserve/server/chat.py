@@ -1,0 +1,306 @@
+"""Chat Completions (surface A): stateless, JSON or server-sent events.
+
+Owns the request's messages, the answer object and the chunk order. A client that leaves aborts its
+generation at once. Knows nothing of stored state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mmserve import __version__
+from mmserve.errors import EngineUnavailableError, InternalError, RequestError
+from mmserve.prompt import ImagePart, Message, Part, TextPart
+from mmserve.request import FinishReason, SamplingParams
+from mmserve.server.answer import Answer, cache_json, input_details, logprob_json, timings_json
+from mmserve.server.content import Content, image_bytes, parse_content
+from mmserve.server.engine_face import Generation
+from mmserve.server.errors import (
+    UnsupportedParameterError,
+    error_object,
+    internal_error,
+)
+from mmserve.server.fields import Fields, as_list, as_object, parse_body
+from mmserve.server.sampling import (
+    MAX_TOP_LOGPROBS,
+    check_model,
+    check_text_format,
+    check_tools,
+    only_one,
+    parse_sampling,
+    text_only,
+    unsupported,
+)
+from mmserve.server.services import Services, owner_of, services_of
+from mmserve.server.wire import (
+    DONE,
+    EventStream,
+    JSONBody,
+    dumps,
+    new_id,
+    sse,
+    while_connected,
+)
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A checked body; images are still references."""
+
+    messages: tuple[tuple[str, tuple[Content, ...]], ...]
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+    continue_final: bool
+
+
+def tool_call_text(name: Any, arguments: Any) -> str:
+    """How an earlier call is shown to a model that makes none."""
+    return f"{name}({arguments})"
+
+
+def _tool_calls(message: Fields) -> tuple[Content, ...]:
+    texts = []
+    for index, call in enumerate(message.list("tool_calls")):
+        param = f"{message.param('tool_calls')}[{index}]"
+        function = Fields(as_object(call, param), param).object("function")
+        name, arguments = function.text("name"), function.text("arguments")
+        texts.append(TextPart(tool_call_text(name or "", arguments or "")))
+    return tuple(texts)
+
+
+def _message(value: Any, param: str) -> tuple[str, tuple[Content, ...]]:
+    message = Fields(as_object(value, param), param)
+    message.required("role")
+    role = ROLES[message.choice("role", tuple(ROLES), "user")]
+    content = parse_content(message.get("content"), message.param("content"))
+    if role == "assistant":
+        content += _tool_calls(message)
+    if role == "user" and not content:
+        raise RequestError("A user message must hold text or an image.", param=param)
+    return role, content
+
+
+def _messages(fields: Fields) -> tuple[tuple[str, tuple[Content, ...]], ...]:
+    values = as_list(fields.required("messages"), "messages")
+    if not values:
+        raise RequestError("'messages' must not be empty.", param="messages")
+    return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(values))
+
+
+def _continue_final(fields: Fields, last_role: str) -> bool:
+    wanted = fields.flag("continue_final_message")
+    generation_prompt = fields.flag("add_generation_prompt", not wanted)
+    if wanted and generation_prompt:
+        raise RequestError(
+            "'continue_final_message' excludes 'add_generation_prompt'.",
+            param="add_generation_prompt",
+        )
+    if not wanted and not generation_prompt:
+        raise UnsupportedParameterError(
+            "'add_generation_prompt' may be false only with 'continue_final_message'.",
+            param="add_generation_prompt",
+        )
+    if wanted and last_role != "assistant":
+        raise RequestError(
+            "'continue_final_message' needs an assistant message at the end.",
+            param="continue_final_message",
+        )
+    return wanted
+
+
+def _logprobs(fields: Fields) -> int | None:
+    wanted = fields.flag("logprobs")
+    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if not wanted and top:
+        raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+    return (top or 0) if wanted else None
+
+
+def parse_chat(body: dict[str, Any], services: Services) -> ChatRequest:
+    """Check a body. Raises `RequestError`s that name the field."""
+    fields = Fields(body)
+    check_model(fields, services.engine.info)
+    only_one(fields, "n", "best_of")
+    text_only(fields)
+    unsupported(fields, "web_search_options", "prediction")
+    check_tools(fields)
+    check_text_format(fields, "response_format")
+    messages = _messages(fields)
+    params = parse_sampling(
+        fields,
+        services.engine.info,
+        limits=("max_completion_tokens", "max_tokens"),
+        logprobs=_logprobs(fields),
+    )
+    return ChatRequest(
+        messages=messages,
+        params=params,
+        stream=fields.flag("stream"),
+        include_usage=fields.object("stream_options").flag("include_usage"),
+        continue_final=_continue_final(fields, messages[-1][0]),
+    )
+
+
+async def _render(request: ChatRequest, services: Services, owner: str) -> list[Message]:
+    messages = []
+    for role, content in request.messages:
+        parts: list[Part] = []
+        for part in content:
+            if isinstance(part, TextPart):
+                parts.append(part)
+            else:
+                parts.append(ImagePart(await image_bytes(part, services, owner), part.param))
+        messages.append(Message(role, tuple(parts)))
+    return messages
+
+
+def usage_json(answer: Answer) -> dict[str, Any]:
+    usage = answer.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": input_details(usage),
+        "completion_tokens_details": {"reasoning_tokens": 0},
+        "cache": cache_json(usage),
+    }
+
+
+def check_finished(answer: Answer) -> str:
+    """The finish reason as the client knows it; raises what ended the generation otherwise."""
+    if answer.finish_reason is FinishReason.STOP:
+        return "stop"
+    if answer.finish_reason is FinishReason.LENGTH:
+        return "length"
+    if answer.finish_reason is FinishReason.ABORT:
+        raise EngineUnavailableError("The generation was stopped by the server.")
+    raise InternalError(answer.error or "The generation ended with an internal error.")
+
+
+class Completion:
+    """One running completion and the JSON made of it."""
+
+    def __init__(self, request: ChatRequest, generation: Generation, model: str) -> None:
+        self._request = request
+        self._generation = generation
+        self._answer = Answer()
+        self._logprobs = request.params.logprobs is not None
+        self._head = {
+            "id": generation.id,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"mm_{__version__}",
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer object. Aborts the generation when cancelled."""
+        try:
+            async for event in self._generation:
+                self._answer.add(event)
+        finally:
+            self._generation.abort()
+        answer = self._answer
+        reason = check_finished(answer)
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self._logprobs_json(answer) if self._logprobs else None,
+            "finish_reason": reason,
+        }
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": usage_json(answer),
+            "timings": timings_json(answer.timings, answer.usage),
+        }
+
+    def abort(self) -> None:
+        self._generation.abort()
+
+    @staticmethod
+    def _logprobs_json(answer: Answer) -> dict[str, Any]:
+        return {"content": [logprob_json(entry) for entry in answer.logprobs], "refusal": None}
+
+    def _chunk(self, delta: dict[str, Any], reason: str | None, logprobs: Any = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        if self._request.include_usage:
+            chunk["usage"] = None
+        elif reason is not None:
+            chunk["timings"] = timings_json(self._answer.timings, self._answer.usage)
+        return sse(dumps(chunk))
+
+    def _usage_chunk(self) -> bytes:
+        chunk = {
+            **self._head,
+            "object": "chat.completion.chunk",
+            "choices": [],
+            "usage": usage_json(self._answer),
+            "timings": timings_json(self._answer.timings, self._answer.usage),
+        }
+        return sse(dumps(chunk))
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """The chunks in order; a fault after the first becomes an error frame without [DONE]."""
+        try:
+            yield self._chunk({"role": "assistant", "content": ""}, None)
+            async for event in self._generation:
+                self._answer.add(event)
+                if event.text or (self._logprobs and event.logprobs):
+                    logprobs = None
+                    if self._logprobs:
+                        content = [logprob_json(entry) for entry in event.logprobs]
+                        logprobs = {"content": content, "refusal": None}
+                    yield self._chunk({"content": event.text}, None, logprobs)
+            yield self._chunk({}, check_finished(self._answer))
+        except RequestError as error:
+            yield sse(dumps({"error": error_object(error)}))
+            return
+        except Exception:
+            yield sse(dumps({"error": error_object(internal_error())}))
+            raise
+        if self._request.include_usage:
+            yield self._usage_chunk()
+        yield DONE
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """POST /v1/chat/completions."""
+    services = services_of(request)
+    services.check_ready()
+    chat = parse_chat(parse_body(await request.body()), services)
+
+    async def begin() -> Completion:
+        messages = await _render(chat, services, owner_of(request))
+        prompt = await services.engine.prepare(messages, continue_final=chat.continue_final)
+        generation = services.engine.submit(new_id("chatcmpl"), prompt, chat.params)
+        return Completion(chat, generation, services.engine.info.name)
+
+    async def answer() -> dict[str, Any]:
+        return await (await begin()).whole()
+
+    if not chat.stream:
+        return JSONBody(await while_connected(request, answer()))
+    completion = await while_connected(request, begin())
+    return EventStream(completion.frames(), services.config.heartbeat_s, completion.abort)
+
+
+ROUTES = [Route("/v1/chat/completions", create_chat_completion, methods=["POST"])]

@@ -1,0 +1,148 @@
+"""Refusals that only the border knows, and the one shape every refusal leaves in.
+
+Owns the error envelope, retry headers and the mapping of the framework's own errors. Knows nothing
+of requests' contents.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mmserve.errors import InternalError, RequestError
+from mmserve.server.wire import JSONBody
+
+RETRY_AFTER_S = {429: 1, 503: 5}
+
+
+class InvalidJSONError(RequestError):
+    code = "invalid_json"
+
+
+class MissingParameterError(RequestError):
+    code = "missing_required_parameter"
+
+
+class UnsupportedParameterError(RequestError):
+    code = "unsupported_parameter"
+
+
+class ImageURLNotAllowedError(RequestError):
+    code = "image_url_not_allowed"
+
+
+class PreviousResponseNotFoundError(RequestError):
+    code = "previous_response_not_found"
+
+
+class ResponseNotActiveError(RequestError):
+    code = "response_not_active"
+
+
+class InvalidAPIKeyError(RequestError):
+    status = 401
+    code = "invalid_api_key"
+
+
+class OriginNotAllowedError(RequestError):
+    status = 403
+    code = "origin_not_allowed"
+
+
+class NotFoundError(RequestError):
+    """`code` is model_not_found, response_not_found, file_not_found or not_found."""
+
+    status = 404
+    code = "not_found"
+
+
+class MethodNotAllowedError(RequestError):
+    status = 405
+    code = "method_not_allowed"
+
+
+class RequestTooLargeError(RequestError):
+    status = 413
+    code = "request_too_large"
+
+
+class RateLimitError(RequestError):
+    status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class ShuttingDownError(RequestError):
+    status = 503
+    kind = "server_error"
+    code = "shutting_down"
+
+
+class ModelLoadingError(RequestError):
+    status = 503
+    kind = "server_error"
+    code = "model_loading"
+
+
+def error_object(error: RequestError) -> dict[str, Any]:
+    """The inner object of the envelope."""
+    return {
+        "message": error.message,
+        "type": error.kind,
+        "param": error.param,
+        "code": error.code,
+    }
+
+
+def error_headers(error: RequestError) -> dict[str, str]:
+    """Retry advice in the words the SDKs read."""
+    headers = {}
+    if error.status in RETRY_AFTER_S:
+        headers["retry-after"] = str(RETRY_AFTER_S[error.status])
+    if error.status == 500:
+        headers["x-should-retry"] = "false"
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
+def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
+    """The HTTP answer of a refusal."""
+    return JSONBody(
+        {"error": error_object(error)},
+        status_code=error.status,
+        headers={**error_headers(error), **(headers or {})},
+    )
+
+
+def from_http_exception(error: HTTPException) -> RequestError:
+    """What the framework refused, as one of ours."""
+    if error.status_code == 404:
+        return NotFoundError("There is nothing at this path.")
+    if error.status_code == 405:
+        return MethodNotAllowedError("This path does not answer this method.")
+    if error.status_code == 413:
+        return RequestTooLargeError(str(error.detail))
+    refused = RequestError(str(error.detail))
+    refused.status = error.status_code
+    return refused
+
+
+async def on_request_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler for `RequestError`."""
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's handler for its own refusals (404, 405, bad multipart)."""
+    assert isinstance(error, HTTPException)
+    return error_response(from_http_exception(error), dict(error.headers or {}))
+
+
+def internal_error() -> InternalError:
+    """What the outside learns of our own fault."""
+    return InternalError("The server had an internal error.")

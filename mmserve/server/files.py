@@ -1,0 +1,210 @@
+"""Uploaded files (surface E): `/v1/files`.
+
+Owns `FileStore` (ids, owners, expiry, budget) and its routes. Bytes lie in the blob store; whether
+an image is sound is the engine's judgement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mmserve.config import ServerConfig
+from mmserve.errors import RequestError, UnsupportedImageTypeError
+from mmserve.prompt import ImagePart, Message
+from mmserve.server.blobs import Blob, BlobStore
+from mmserve.server.errors import MissingParameterError, NotFoundError, RequestTooLargeError
+from mmserve.server.images import sniff
+from mmserve.server.services import Services, owner_of, services_of
+from mmserve.server.wire import JSONBody, new_id
+
+PURPOSES = ("vision", "user_data")
+DISK_BLOCK = 4096  # bytes: what even a tiny file costs
+MIN_TTL_S, MAX_TTL_S = 3600, 30 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One upload; `media_type` is None for what is no image."""
+
+    id: str
+    owner: str
+    blob: Blob
+    filename: str
+    purpose: str
+    media_type: str | None
+    created_at: int
+    expires_at: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.blob.size,
+            "created_at": self.created_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "expires_at": self.expires_at,
+        }
+
+
+class FileStore:
+    """Uploads by id, each visible to its owner only, until they expire."""
+
+    def __init__(self, blobs: BlobStore, config: ServerConfig) -> None:
+        self._blobs = blobs
+        self._config = config
+        self._files: OrderedDict[str, StoredFile] = OrderedDict()
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(max(file.blob.size, DISK_BLOCK) for file in self._files.values())
+
+    async def add(
+        self, data: bytes, *, owner: str, filename: str, purpose: str, ttl_s: int | None
+    ) -> StoredFile:
+        """Keep an upload. Raises `RequestTooLargeError` when the budget is spent."""
+        self.expire()
+        if self.used_bytes + len(data) > self._config.max_files_bytes:
+            limit = self._config.max_files_bytes / 2**20
+            raise RequestTooLargeError(f"The uploads would pass {limit:g} MiB; delete some.")
+        blob = await self._blobs.put(data)
+        now = int(time.time())
+        file = StoredFile(
+            id=new_id("file"),
+            owner=owner,
+            blob=blob,
+            filename=filename,
+            purpose=purpose,
+            media_type=sniff(data),
+            created_at=now,
+            expires_at=now + (ttl_s or self._config.file_ttl_s),
+        )
+        self._files[file.id] = file
+        return file
+
+    def get(self, id: str, owner: str, param: str | None = None) -> StoredFile:
+        """The file, or `NotFoundError` for anybody else's, expired or unknown id."""
+        file = self._files.get(id)
+        if file is None or file.owner != owner or file.expires_at <= time.time():
+            raise NotFoundError(f"No such file: '{id[:100]}'.", param=param, code="file_not_found")
+        return file
+
+    def remove(self, id: str, owner: str) -> None:
+        del self._files[self.get(id, owner).id]
+
+    def list(self, owner: str) -> list[StoredFile]:
+        """Newest first."""
+        self.expire()
+        return [file for file in reversed(self._files.values()) if file.owner == owner]
+
+    def expire(self) -> None:
+        now = time.time()
+        for file in [file for file in self._files.values() if file.expires_at <= now]:
+            del self._files[file.id]
+
+
+def _ttl(form: Any) -> int | None:
+    text = form.get("expires_after[seconds]")
+    if text is None:
+        return None
+    if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10):
+        raise RequestError("'expires_after[seconds]' must be an integer.", param="expires_after")
+    if not MIN_TTL_S <= int(text) <= MAX_TTL_S:
+        raise RequestError(
+            f"'expires_after[seconds]' must be from {MIN_TTL_S} to {MAX_TTL_S}.",
+            param="expires_after",
+        )
+    return int(text)
+
+
+async def _checked(services: Services, upload: UploadFile, purpose: str) -> bytes:
+    limit = services.config.max_file_bytes
+    if upload.size is None or upload.size > limit:
+        raise RequestTooLargeError(f"A file may have {limit / 2**20:g} MiB.", param="file")
+    data = await upload.read()
+    if not data:
+        raise RequestError("The file is empty.", param="file")
+    if sniff(data) is not None:
+        await services.engine.prepare([Message("user", (ImagePart(data, "file"),))])
+    elif purpose == "vision":
+        raise UnsupportedImageTypeError(
+            "The file is not a PNG, JPEG, WebP or GIF image.", param="file"
+        )
+    return data
+
+
+async def create_file(request: Request) -> Response:
+    """POST /v1/files: multipart `file` and `purpose`."""
+    services = services_of(request)
+    async with request.form(max_files=1, max_fields=16, max_part_size=4096) as form:
+        upload, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(upload, UploadFile):
+            raise MissingParameterError("'file' is required.", param="file")
+        if purpose not in PURPOSES:
+            names = ", ".join(PURPOSES)
+            raise RequestError(f"'purpose' must be one of: {names}.", param="purpose")
+        ttl_s = _ttl(form)
+        assert isinstance(purpose, str)
+        data = await _checked(services, upload, purpose)
+        filename = (upload.filename or "upload").replace("\\", "/").rsplit("/", 1)[-1][:255]
+    file = await services.files.add(
+        data, owner=owner_of(request), filename=filename, purpose=purpose, ttl_s=ttl_s
+    )
+    return JSONBody(file.to_json())
+
+
+async def list_files(request: Request) -> Response:
+    """GET /v1/files."""
+    files = services_of(request).files.list(owner_of(request))
+    purpose = request.query_params.get("purpose")
+    data = [file.to_json() for file in files if purpose in (None, file.purpose)]
+    return JSONBody(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": False,
+        }
+    )
+
+
+async def retrieve_file(request: Request) -> Response:
+    """GET /v1/files/{id}."""
+    file = services_of(request).files.get(request.path_params["id"], owner_of(request))
+    return JSONBody(file.to_json())
+
+
+async def file_content(request: Request) -> Response:
+    """GET /v1/files/{id}/content: the bytes, typed by themselves and never as a page."""
+    file = services_of(request).files.get(request.path_params["id"], owner_of(request))
+    headers = {"x-content-type-options": "nosniff", "cache-control": "private, no-store"}
+    if file.media_type is None:
+        headers["content-disposition"] = "attachment"
+    media_type = file.media_type or "application/octet-stream"
+    return Response(await file.blob.read(), media_type=media_type, headers=headers)
+
+
+async def delete_file(request: Request) -> Response:
+    """DELETE /v1/files/{id}."""
+    id = request.path_params["id"]
+    services_of(request).files.remove(id, owner_of(request))
+    return JSONBody({"id": id, "object": "file", "deleted": True})
+
+
+ROUTES = [
+    Route("/v1/files", create_file, methods=["POST"]),
+    Route("/v1/files", list_files, methods=["GET"]),
+    Route("/v1/files/{id}", retrieve_file, methods=["GET"]),
+    Route("/v1/files/{id}", delete_file, methods=["DELETE"]),
+    Route("/v1/files/{id}/content", file_content, methods=["GET"]),
+]

@@ -1,0 +1,58 @@
+"""The chat page: static files built into the package, served beside the API.
+
+Owns cache and security headers. Knows nothing of what the page does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
+
+from mmserve.server.auth import CLOSED_ROOTS
+from mmserve.server.errors import NotFoundError, error_response, from_http_exception
+
+SECURITY = {
+    "content-security-policy": (
+        "default-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+        "style-src 'self' 'unsafe-inline'; object-src 'none'; base-uri 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+NOT_BUILT = "The chat page is not built. Run: cd web && npm ci && npm run build\n"
+
+
+class Page:
+    """Answers what no route of the API took."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = StaticFiles(directory=folder, html=True, check_dir=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1000})
+        response = await self._respond(scope)
+        await response(scope, receive, send)
+
+    async def _respond(self, scope: Scope) -> Response:
+        path = scope["path"].strip("/")
+        if path.split("/", 1)[0] in CLOSED_ROOTS:
+            return error_response(NotFoundError("There is nothing at this path."))
+        if path in ("", "index.html") and not (self._folder / "index.html").is_file():
+            return PlainTextResponse(NOT_BUILT, headers=SECURITY)
+        try:
+            response = await self._files.get_response(self._files.get_path(scope), scope)
+        except HTTPException as error:
+            return error_response(from_http_exception(error))
+        response.headers.update(SECURITY)
+        hashed = path.startswith("assets/")
+        response.headers["cache-control"] = (
+            "public, max-age=31536000, immutable" if hashed else "no-cache"
+        )
+        return response

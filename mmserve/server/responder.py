@@ -1,0 +1,186 @@
+"""From a checked Responses request to a running job: lineage, images, prompt, submission.
+
+Shared by HTTP and WebSocket. Knows nothing of how events are delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import replace
+
+from mmserve.errors import ContextLengthExceededError, RequestError, TooManyImagesError
+from mmserve.prompt import Prompt, TextPart
+from mmserve.server.blobs import Blob, MemoryBlob
+from mmserve.server.content import ImageRef, inline_bytes, uploaded
+from mmserve.server.engine_face import Generation
+from mmserve.server.errors import NotFoundError, PreviousResponseNotFoundError
+from mmserve.server.event_log import EventLog
+from mmserve.server.job import Job
+from mmserve.server.responses_request import InputItem, ResponseRequest
+from mmserve.server.services import Services
+from mmserve.server.store import Entry, Item, StoredImage, Turn, render
+from mmserve.server.transcript import Transcript
+from mmserve.server.wire import new_id
+
+LOG_BYTES = 4 * 2**20  # of one response
+LocalTurns = MutableMapping[str, Turn]
+
+
+class Responder:
+    """Starts responses for one owner. `local`: turns that only this connection may continue."""
+
+    def __init__(self, services: Services, owner: str, local: LocalTurns | None = None) -> None:
+        self._services = services
+        self._owner = owner
+        self._local: LocalTurns = {} if local is None else local
+
+    def find(self, id: str) -> Turn | None:
+        """A turn of this owner, or of this connection."""
+        return self._local.get(id) or self._services.responses.find(id, self._owner)
+
+    def _parent(self, id: str | None) -> Turn | None:
+        if id is None:
+            return None
+        turn = self.find(id)
+        if turn is None:
+            raise PreviousResponseNotFoundError(
+                f"Previous response with id '{id[:100]}' not found.",
+                param="previous_response_id",
+            )
+        if turn.active or turn.current()["status"] == "failed":
+            state = "has not ended" if turn.active else "failed"
+            raise RequestError(
+                f"Previous response with id '{id[:100]}' {state}.", param="previous_response_id"
+            )
+        return turn
+
+    async def _image(self, ref: ImageRef, store: bool) -> StoredImage:
+        blob: Blob
+        if ref.file_id is not None:
+            blob = uploaded(ref, self._services, self._owner)
+        elif store:
+            blob = await self._services.blobs.put(inline_bytes(ref, self._services))
+        else:
+            blob = MemoryBlob(inline_bytes(ref, self._services))
+        return StoredImage(blob, ref.param, ref.detail, ref.file_id)
+
+    async def _item(self, item: InputItem, store: bool) -> Item:
+        if item.reference is not None:
+            known = self._services.responses.item(item.reference, self._owner)
+            if known is None:
+                raise NotFoundError(
+                    f"Item with id '{item.reference[:100]}' not found.",
+                    param=item.param,
+                    code="item_not_found",
+                )
+            return known
+        if item.role == "assistant":
+            known = self._services.responses.item(item.id, self._owner)
+            if known is not None and known.parts == item.content:
+                return known  # sent back unchanged: its exact tokens are known
+        parts: list[TextPart | StoredImage] = []
+        for part in item.content:
+            if isinstance(part, ImageRef):
+                parts.append(await self._image(part, store))
+            else:
+                parts.append(part)
+        return Item(item.id, item.role, tuple(parts), call=item.call)
+
+    async def _items(self, request: ResponseRequest, store: bool) -> tuple[Item, ...]:
+        limit = self._services.engine.info.image_limits.max_images
+        count = sum(isinstance(p, ImageRef) for item in request.items for p in item.content)
+        if count > limit:
+            raise TooManyImagesError(
+                f"The request has {count} images; the limit is {limit}.", param="input"
+            )
+        return tuple([await self._item(item, store) for item in request.items])
+
+    async def count(self, request: ResponseRequest) -> Prompt:
+        """The prompt this request would make; nothing is stored."""
+        parent = self._parent(request.previous_response_id)
+        items = await self._items(request, store=False)
+        entries = (parent.history() if parent else []) + [Entry(i, old=False) for i in items]
+        messages = await render(entries, request.instructions)
+        return await self._services.engine.prepare(messages)
+
+    async def start(self, request: ResponseRequest, *, grace_s: float | None) -> Turn:
+        """Check everything, submit, and return the turn with its running job."""
+        self._services.check_ready()
+        parent = self._parent(request.previous_response_id)
+        items = await self._items(request, request.store)
+        old = parent.history() if parent else []
+        new = [Entry(item, old=False) for item in items]
+        id = new_id("resp")
+        generation, kept = await self._submit(id, request, old, new)
+        turn = Turn(id, self._owner, items, parent, prefill=request.prefill)
+        if len(kept) < len(old):
+            turn.parent, turn.carried = None, tuple(kept)
+        self._run(turn, request, generation, grace_s)
+        return turn
+
+    async def _submit(
+        self, id: str, request: ResponseRequest, old: list[Entry], new: list[Entry]
+    ) -> tuple[Generation, list[Entry]]:
+        """Submit with as much history as fits; only `truncation: auto` gives any up."""
+        engine = self._services.engine
+        refused: RequestError | None = None
+        for kept in histories(old, request.truncate):
+            try:
+                messages = await render([*kept, *new], request.instructions)
+                prompt = await engine.prepare(messages)
+                generation = engine.submit(id, prompt, request.params, prefill_only=request.prefill)
+                return generation, kept
+            except (ContextLengthExceededError, TooManyImagesError) as error:
+                refused = error
+        assert refused is not None
+        raise refused
+
+    def _run(
+        self,
+        turn: Turn,
+        request: ResponseRequest,
+        generation: Generation,
+        grace_s: float | None,
+    ) -> None:
+        services = self._services
+        transcript = Transcript(
+            turn.id,
+            request.head,
+            prefill=request.prefill,
+            logprobs=request.params.logprobs is not None,
+        )
+
+        def on_done() -> None:
+            turn.finish()
+            services.jobs.discard(job)
+            services.responses.finished(turn)
+
+        log = EventLog(services.config.max_log_events, LOG_BYTES)
+        job = Job(transcript, generation, log, grace_s=grace_s, on_done=on_done)
+        turn.job = job
+        services.jobs.add(job)
+        if request.store:
+            services.responses.add(turn)
+        else:
+            self._local[turn.id] = turn
+
+
+def histories(old: list[Entry], truncate: bool) -> Iterator[list[Entry]]:
+    """What to try: all of it, then without the oldest 1, 2, 4, ... user turns. System items stay.
+
+    Doubling cuts more than needed now and then, so that the prefix stays stable between cuts.
+    """
+    yield old
+    starts = [i for i, entry in enumerate(old) if entry.item.role == "user"]
+    if not truncate or not starts:
+        return
+    count = 1
+    while count < len(starts):
+        yield _without(old, starts[count])
+        count *= 2
+    yield _without(old, len(old))
+
+
+def _without(old: list[Entry], start: int) -> list[Entry]:
+    kept = [entry for entry in old[:start] if entry.item.role == "system"]
+    return kept + [replace(entry, old=True) for entry in old[start:]]

@@ -1,0 +1,98 @@
+"""Running the application in a process: uvicorn, TLS, signals, log levels.
+
+Owns what a process owns. Knows nothing of routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+
+from mmserve.config import ServerConfig
+from mmserve.server.app import create_app
+from mmserve.server.auth import LOOPBACK
+from mmserve.server.engine_face import EngineFace
+from mmserve.server.services import Services
+
+log = logging.getLogger("mmserve.server")
+
+GRACEFUL_S = 10  # seconds that running answers get after SIGTERM
+
+
+class InsecureBindError(ValueError):
+    """Without keys the server listens on loopback only."""
+
+
+class Server(uvicorn.Server):
+    """Says when it is ready, and drains from the moment a signal comes.
+
+    `failed` where the engine could not start; the server then exits.
+    """
+
+    def __init__(self, config: uvicorn.Config, services: Services) -> None:
+        super().__init__(config)
+        self.failed = False
+        self._services = services
+        self._announcing: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._services.draining = True
+        super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._announcing = asyncio.ensure_future(self._announce())
+
+    def url(self) -> str:
+        """Where it listens; after `started`."""
+        scheme = "https" if self.config.is_ssl else "http"
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"{scheme}://{host}:{self.servers[0].sockets[0].getsockname()[1]}"
+
+    async def _announce(self) -> None:
+        assert self._services.started is not None
+        try:
+            await self._services.started
+        except Exception:
+            log.exception("the engine could not start")
+            self.failed = self.should_exit = True
+        else:
+            print(f"mmserve is ready: {self.url()}", flush=True)
+
+
+def make_server(config: ServerConfig, engine: EngineFace) -> Server:
+    """A server that has not started. Raises `InsecureBindError`."""
+    if not config.api_keys and config.host not in LOOPBACK:
+        raise InsecureBindError(f"Listening on {config.host} needs an API key.")
+    app = create_app(engine, config)
+    return Server(
+        uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
+            ws_max_size=config.max_frame_bytes,
+            ws_per_message_deflate=False,  # images do not shrink, and text is short
+            access_log=False,  # ours never shows a query
+            server_header=False,
+            log_level="warning",
+            timeout_graceful_shutdown=GRACEFUL_S,
+        ),
+        app.state.services,
+    )
+
+
+def serve(config: ServerConfig, engine: EngineFace) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    logging.getLogger("mmserve.access").setLevel(logging.INFO)
+    server = make_server(config, engine)
+    server.run()
+    if server.failed:
+        sys.exit(1)

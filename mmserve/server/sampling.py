@@ -1,0 +1,155 @@
+"""Sampling fields of both text surfaces, and the refusals they share.
+
+Owns the mapping from JSON names to `SamplingParams`. Knows nothing of messages or transports.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmserve.errors import RequestError
+from mmserve.request import SamplingParams
+from mmserve.server.engine_face import ModelInfo
+from mmserve.server.errors import NotFoundError, UnsupportedParameterError
+from mmserve.server.fields import Fields, as_list, as_object, as_text, wrong_type
+
+MAX_INT = 2**31 - 1
+MAX_STOPS = 4
+MAX_TOP_LOGPROBS = 20
+
+
+def check_model(fields: Fields, info: ModelInfo) -> None:
+    """An absent `model` means the served one; any other name is refused."""
+    name = fields.text("model")
+    if name is not None and name != info.name:
+        raise NotFoundError(
+            f"The model '{name[:200]}' does not exist; this server has '{info.name}'.",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def check_tools(fields: Fields) -> None:
+    """Function tools are ignored until a call is demanded; hosted tools are refused."""
+    for index, tool in enumerate(fields.list("tools")):
+        param = f"{fields.param('tools')}[{index}]"
+        kind = as_object(tool, param).get("type")
+        if kind not in ("function", "custom"):
+            raise UnsupportedParameterError(
+                f"This server has no hosted tool '{str(kind)[:100]}'.", param=f"{param}.type"
+            )
+    for name in ("tool_choice", "function_call"):
+        choice = fields.get(name)
+        if choice not in (None, "none", "auto"):
+            raise UnsupportedParameterError("This model cannot call tools.", param=name)
+
+
+def check_text_format(fields: Fields, name: str) -> None:
+    """Only plain text is produced."""
+    kind = fields.object(name).get("type")
+    if kind not in (None, "text"):
+        raise UnsupportedParameterError(
+            "This server produces plain text only.", param=f"{fields.param(name)}.type"
+        )
+
+
+def _max_tokens(fields: Fields, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = fields.get(name)
+        if value == -1 and not isinstance(value, bool):
+            return None  # no limit
+        if value is not None:
+            return fields.integer(name, 1, MAX_INT)
+    return None
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.get("stop")
+    if value is None:
+        return ()
+    param = fields.param("stop")
+    stops = [value] if isinstance(value, str) else as_list(value, param)
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"'{param}' may hold {MAX_STOPS} strings.", param=param)
+    texts = tuple(as_text(stop, param) for stop in stops)
+    if not all(texts):
+        raise RequestError(f"'{param}' may not hold an empty string.", param=param)
+    return texts
+
+
+def _logit_bias(fields: Fields) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    pairs = fields.object("logit_bias")
+    for key in pairs.values:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise RequestError("'logit_bias' keys are token ids.", param="logit_bias")
+        value = pairs.number(key, -100, 100)
+        if value is not None:
+            bias[int(key)] = value
+    return bias
+
+
+def _token_ids(fields: Fields, name: str) -> tuple[int, ...]:
+    ids = fields.list(name)
+    for value in ids:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type(value, "an array of integers", fields.param(name))
+    return tuple(ids)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def parse_sampling(
+    fields: Fields, info: ModelInfo, *, limits: tuple[str, ...], logprobs: int | None
+) -> SamplingParams:
+    """`limits` names the length fields, the stronger first; `logprobs` was read by the surface."""
+    top_k = fields.integer("top_k", -1, MAX_INT)
+    return SamplingParams(
+        max_tokens=_max_tokens(fields, limits),
+        temperature=_or(fields.number("temperature", 0, 2), info.default_temperature),
+        top_p=_or(fields.number("top_p", 0, 1), 1.0),
+        top_k=max(top_k or 0, 0),
+        min_p=_or(fields.number("min_p", 0, 1), 0.0),
+        repetition_penalty=_or(fields.number("repetition_penalty", 0.01, 10), 1.0),
+        presence_penalty=_or(fields.number("presence_penalty", -2, 2), 0.0),
+        frequency_penalty=_or(fields.number("frequency_penalty", -2, 2), 0.0),
+        logit_bias=_logit_bias(fields),
+        seed=fields.integer("seed", -(2**63), 2**63 - 1),
+        stop=_stops(fields),
+        stop_token_ids=_token_ids(fields, "stop_token_ids"),
+        ignore_eos=fields.flag("ignore_eos"),
+        logprobs=logprobs,
+    )
+
+
+def unsupported(fields: Fields, *names: str) -> None:
+    """Refuse fields whose silent loss would change the answer."""
+    for name in names:
+        if fields.get(name) not in (None, False, [], {}):
+            raise UnsupportedParameterError(
+                f"'{fields.param(name)}' is not supported here.", param=fields.param(name)
+            )
+
+
+def only_one(fields: Fields, *names: str) -> None:
+    """`n` and its like must be absent or 1."""
+    for name in names:
+        value: Any = fields.get(name)
+        if value is None:
+            continue
+        if fields.integer(name, 1, MAX_INT) != 1:
+            raise UnsupportedParameterError(
+                "One answer a request is made here.", param=fields.param(name)
+            )
+
+
+def text_only(fields: Fields) -> None:
+    """Refuse audio and other output kinds."""
+    for kind in fields.list("modalities"):
+        if kind != "text":
+            raise UnsupportedParameterError(
+                "This model answers with text only.", param=fields.param("modalities")
+            )
+    unsupported(fields, "audio")

@@ -1,0 +1,63 @@
+"""What every handler needs, made once and passed along: no global holds it.
+
+Also who is asking: `owner_of` names the key behind a request without holding the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from starlette.requests import HTTPConnection
+
+from mmserve.config import ServerConfig
+from mmserve.errors import EngineUnavailableError
+from mmserve.server.blobs import BlobStore
+from mmserve.server.engine_face import EngineFace
+from mmserve.server.errors import ModelLoadingError, ShuttingDownError
+
+if TYPE_CHECKING:
+    from mmserve.server.files import FileStore
+    from mmserve.server.job import Job
+    from mmserve.server.server_metrics import ServerMetrics
+    from mmserve.server.store import ResponseStore
+
+
+@dataclass
+class Services:
+    """The parts of one running server."""
+
+    engine: EngineFace
+    config: ServerConfig
+    blobs: BlobStore
+    files: FileStore
+    responses: ResponseStore
+    metrics: ServerMetrics
+    draining: bool = False
+    started: asyncio.Future[None] | None = None  # the engine's start, once the server runs
+    jobs: set[Job] = field(default_factory=set)  # running
+    sockets: dict[str, int] = field(default_factory=dict)  # open WebSockets by owner
+
+    def status(self) -> str:
+        """loading | ok | draining | dead."""
+        return "draining" if self.draining else self.engine.status
+
+    def check_ready(self) -> None:
+        """Raise the 503 that tells why no generation can start now."""
+        status = self.status()
+        if status == "loading":
+            raise ModelLoadingError("The model is still loading.")
+        if status == "draining":
+            raise ShuttingDownError("The server is shutting down.")
+        if status != "ok":
+            raise EngineUnavailableError("The engine has stopped.")
+
+
+def services_of(connection: HTTPConnection) -> Services:
+    return cast(Services, connection.app.state.services)
+
+
+def owner_of(connection: HTTPConnection) -> str:
+    """A digest of the caller's key; the same for all callers where there are no keys."""
+    return cast(str, connection.scope["mmserve.owner"])

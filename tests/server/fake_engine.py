@@ -1,0 +1,219 @@
+"""A deterministic stand-in for the engine: echoes words and image digests, at a set pace.
+
+Owns what protocol tests need to see: counts, aborts and the prompts it was given. Text tokens are
+UTF-8 bytes, an image is `IMAGE_TOKENS` tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from mmserve.config import ImageLimits
+from mmserve.errors import (
+    ContextLengthExceededError,
+    EngineUnavailableError,
+    ImageTooLargeError,
+    InvalidImageError,
+    QueueFullError,
+    TooManyImagesError,
+    UnsupportedImageTypeError,
+)
+from mmserve.prompt import ImagePart, Message, Prompt, TextPart, TokensPart
+from mmserve.request import (
+    FinishReason,
+    ImageInput,
+    ImageSegment,
+    SamplingParams,
+    Segment,
+    TextSegment,
+    Timings,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
+
+IMAGE_TOKENS = 16
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class FakeInfo:
+    name: str = "mm/fake"
+    max_model_len: int = 4096
+    image_tokens: int = IMAGE_TOKENS
+    image_limits: ImageLimits = ImageLimits(max_bytes=1024 * 1024, max_images=8)
+    created: int = 1_790_000_000
+    default_temperature: float = 0.0
+
+
+class FakeMetrics:
+    def render(self) -> bytes:
+        return b"# fake engine\n"
+
+
+def encode(text: str) -> tuple[int, ...]:
+    return tuple(text.encode("utf-8"))
+
+
+class FakeGeneration:
+    """Yields one word an event, `delay_s` apart."""
+
+    def __init__(
+        self,
+        engine: FakeEngine,
+        id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        prefill_only: bool,
+    ) -> None:
+        self.id = id
+        self._engine = engine
+        self._prompt = prompt
+        self._params = params
+        self._prefill_only = prefill_only
+        self._aborted = asyncio.Event()
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def _end(self, reason: FinishReason, count: int, error: str | None = None) -> TokenEvent:
+        images = [s for s in self._prompt.segments if isinstance(s, ImageSegment)]
+        usage = Usage(
+            prompt_tokens=self._prompt.num_tokens,
+            image_tokens=self._prompt.num_image_tokens,
+            completion_tokens=count,
+            vision_misses=len(images),
+        )
+        return TokenEvent(
+            finish_reason=reason, usage=usage, timings=Timings(prompt_ms=1.0), error=error
+        )
+
+    async def _pause(self) -> bool:
+        """True when aborted meanwhile."""
+        try:
+            await asyncio.wait_for(self._aborted.wait(), max(self._engine.delay_s, 1e-4))
+        except asyncio.TimeoutError:
+            pass
+        return self._aborted.is_set()
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        self._engine.running.add(self.id)
+        try:
+            async for event in self._events():
+                yield event
+        finally:
+            self._engine.running.discard(self.id)
+
+    async def _events(self) -> AsyncIterator[TokenEvent]:
+        if self._prefill_only:
+            await self._pause()
+            yield self._end(FinishReason.STOP, 0)
+            return
+        limit = self._params.max_tokens
+        words = re.findall(r"\s*\S+", self._engine.answer(self._prompt))
+        for count, word in enumerate(words):
+            if limit is not None and count == limit:
+                yield self._end(FinishReason.LENGTH, count)
+                return
+            if await self._pause():
+                self._engine.aborted.append(self.id)
+                yield self._end(FinishReason.ABORT, count)
+                return
+            if "crash" in word:
+                yield self._end(FinishReason.ERROR, count, "the engine tripped")
+                return
+            logprobs: tuple[TokenLogprob, ...] = ()
+            if self._params.logprobs is not None:
+                top = tuple((i, f"t{i}", -1.0 - i) for i in range(self._params.logprobs))
+                logprobs = (TokenLogprob(1, word, -0.5, top),)
+            yield TokenEvent(text=word, token_ids=encode(word), logprobs=logprobs)
+        yield self._end(FinishReason.STOP, len(words))
+
+
+@dataclass
+class FakeEngine:
+    """`script`: the answer to every prompt; otherwise the last message is echoed."""
+
+    info: FakeInfo = field(default_factory=FakeInfo)
+    metrics: FakeMetrics = field(default_factory=FakeMetrics)
+    status: str = "ok"
+    delay_s: float = 0.0
+    script: str | None = None
+    queue_full: bool = False
+    running: set[str] = field(default_factory=set)
+    aborted: list[str] = field(default_factory=list)
+    prompts: list[list[Message]] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    _last: dict[int, Sequence[Message]] = field(default_factory=dict)
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+    def _image(self, part: ImagePart) -> ImageSegment:
+        limits = self.info.image_limits
+        if len(part.data) > limits.max_bytes:
+            raise ImageTooLargeError("The image is too large.", param=part.param)
+        if not part.data.startswith((PNG, b"\xff\xd8\xff", b"GIF8", b"RIFF")):
+            raise UnsupportedImageTypeError("Not an image.", param=part.param)
+        if part.data.endswith(b"broken"):
+            raise InvalidImageError("The image is cut short.", param=part.param)
+        digest = hashlib.sha256(part.data).digest()
+        return ImageSegment(ImageInput(digest, part.data, IMAGE_TOKENS))
+
+    async def prepare(
+        self, messages: Sequence[Message], *, continue_final: bool = False
+    ) -> Prompt:
+        await asyncio.sleep(0)
+        segments: list[Segment] = []
+        for message in messages:
+            segments.append(TextSegment(encode(f"<{message.role}>")))
+            for part in message.parts:
+                if isinstance(part, ImagePart):
+                    segments.append(self._image(part))
+                elif isinstance(part, TokensPart):
+                    segments.append(TextSegment(part.token_ids))
+                else:
+                    segments.append(TextSegment(encode(part.text)))
+        images = sum(isinstance(s, ImageSegment) for s in segments)
+        if images > self.info.image_limits.max_images:
+            raise TooManyImagesError(f"{images} images are too many.", param="messages")
+        text = sum(len(s.token_ids) for s in segments if isinstance(s, TextSegment))
+        prompt = Prompt(tuple(segments), text, images * IMAGE_TOKENS)
+        if prompt.num_tokens >= self.info.max_model_len:
+            raise ContextLengthExceededError(
+                f"The prompt has {prompt.num_tokens} tokens; the limit is "
+                f"{self.info.max_model_len}."
+            )
+        self._last[id(prompt)] = messages
+        return prompt
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        prefill_only: bool = False,
+    ) -> FakeGeneration:
+        if self.queue_full:
+            raise QueueFullError("The queue is full.")
+        if self.status != "ok":
+            raise EngineUnavailableError("The engine is not running.")
+        self.prompts.append(list(self._last[id(prompt)]))
+        self.params.append(params)
+        return FakeGeneration(self, request_id, prompt, params, prefill_only)
+
+    def answer(self, prompt: Prompt) -> str:
+        if self.script is not None:
+            return self.script
+        words = []
+        for part in self._last[id(prompt)][-1].parts:
+            if isinstance(part, ImagePart):
+                words.append(f"[{hashlib.sha256(part.data).hexdigest()[:8]}]")
+            elif isinstance(part, TextPart):
+                words.append(part.text)
+        return "you said: " + " ".join(words)
