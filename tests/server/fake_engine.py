@@ -76,8 +76,12 @@ class FakeGeneration:
         self._params = params
         self._prefill_only = prefill_only
         self._aborted = asyncio.Event()
+        engine.running.add(id)
 
     def abort(self) -> None:
+        if self.id in self._engine.running:
+            self._engine.running.discard(self.id)
+            self._engine.aborted.append(self.id)
         self._aborted.set()
 
     def _end(self, reason: FinishReason, count: int, error: str | None = None) -> TokenEvent:
@@ -101,12 +105,10 @@ class FakeGeneration:
         return self._aborted.is_set()
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        self._engine.running.add(self.id)
-        try:
-            async for event in self._events():
-                yield event
-        finally:
-            self._engine.running.discard(self.id)
+        async for event in self._events():
+            if event.finish_reason is not None:
+                self._engine.running.discard(self.id)
+            yield event
 
     async def _events(self) -> AsyncIterator[TokenEvent]:
         if self._prefill_only:
@@ -120,7 +122,6 @@ class FakeGeneration:
                 yield self._end(FinishReason.LENGTH, count)
                 return
             if await self._pause():
-                self._engine.aborted.append(self.id)
                 yield self._end(FinishReason.ABORT, count)
                 return
             if "crash" in word:
@@ -148,7 +149,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     prompts: list[list[Message]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
-    _last: dict[int, Sequence[Message]] = field(default_factory=dict)
+    _last: dict[int, tuple[Prompt, list[Message]]] = field(default_factory=dict, repr=False)
 
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
@@ -188,7 +189,7 @@ class FakeEngine:
                 f"The prompt has {prompt.num_tokens} tokens; the limit is "
                 f"{self.info.max_model_len}."
             )
-        self._last[id(prompt)] = messages
+        self._last[id(prompt)] = (prompt, list(messages))
         return prompt
 
     def submit(
@@ -203,7 +204,7 @@ class FakeEngine:
             raise QueueFullError("The queue is full.")
         if self.status != "ok":
             raise EngineUnavailableError("The engine is not running.")
-        self.prompts.append(list(self._last[id(prompt)]))
+        self.prompts.append(self._last[id(prompt)][1])
         self.params.append(params)
         return FakeGeneration(self, request_id, prompt, params, prefill_only)
 
@@ -211,7 +212,7 @@ class FakeEngine:
         if self.script is not None:
             return self.script
         words = []
-        for part in self._last[id(prompt)][-1].parts:
+        for part in self._last[id(prompt)][1][-1].parts:
             if isinstance(part, ImagePart):
                 words.append(f"[{hashlib.sha256(part.data).hexdigest()[:8]}]")
             elif isinstance(part, TextPart):

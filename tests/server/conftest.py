@@ -1,0 +1,135 @@
+"""A real server on a free port, in a thread, over the fake engine."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from mmserve.config import ServerConfig
+from mmserve.server.runner import Server, make_server
+
+# Appended, so that nothing of the root can shadow an installed package.
+sys.path.append(str(Path(__file__).parents[2]))
+
+from tests.server.fake_engine import FakeEngine  # noqa: E402
+
+KEY = "sk-test_KEY-1"
+
+
+@dataclass
+class Running:
+    """A server under test and clients for it."""
+
+    engine: FakeEngine
+    server: Server
+    key: str | None
+    _clients: list[Any] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return self.server.url()
+
+    @property
+    def ws_url(self) -> str:
+        return self.url.replace("http", "ws", 1) + "/v1/responses"
+
+    def http(self, **options: Any) -> httpx.Client:
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        headers |= options.pop("headers", {})
+        client = httpx.Client(base_url=self.url, headers=headers, timeout=20, **options)
+        self._clients.append(client)
+        return client
+
+    def openai(self, **options: Any) -> OpenAI:
+        client = OpenAI(
+            base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, **options
+        )
+        self._clients.append(client)
+        return client
+
+    def async_openai(self) -> AsyncOpenAI:
+        return AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0
+        )
+
+    def idle(self, within_s: float = 3.0) -> bool:
+        """True once the engine runs nothing."""
+        end = time.monotonic() + within_s
+        while self.engine.running and time.monotonic() < end:
+            time.sleep(0.01)
+        return not self.engine.running
+
+
+def start(config: ServerConfig, engine: FakeEngine) -> tuple[Running, Callable[[], None]]:
+    server = make_server(config, engine)
+    server.config.log_level = "warning"
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    end = time.monotonic() + 20
+    while not server.started and thread.is_alive() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert server.started
+    key = config.api_keys[0] if config.api_keys else None
+    running = Running(engine, server, key)
+
+    def stop() -> None:
+        for client in running._clients:
+            client.close()
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+    return running, stop
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Running]]:
+    """Start servers with their own settings; all are stopped at the end."""
+    stops: list[Callable[[], None]] = []
+
+    def begin(engine: FakeEngine | None = None, **settings: Any) -> Running:
+        config = ServerConfig(port=0, **settings)
+        running, stop = start(config, engine or FakeEngine())
+        stops.append(stop)
+        return running
+
+    yield begin
+    for stop in stops:
+        stop()
+
+
+@pytest.fixture(scope="module")
+def module_server() -> Iterator[Running]:
+    running, stop = start(ServerConfig(port=0, api_keys=(KEY,), grace_s=0.5), FakeEngine())
+    yield running
+    stop()
+
+
+@pytest.fixture
+def server(module_server: Running) -> Running:
+    """One server a test module, its engine set back to its defaults."""
+    engine = module_server.engine
+    engine.delay_s, engine.script, engine.queue_full = 0.0, None, False
+    engine.prompts.clear()
+    engine.params.clear()
+    engine.aborted.clear()
+    return module_server
+
+
+def png(tag: str = "red") -> bytes:
+    """Bytes that the fake engine takes for an image."""
+    return b"\x89PNG\r\n\x1a\n" + tag.encode()
+
+
+def data_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
