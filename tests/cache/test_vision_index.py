@@ -14,7 +14,7 @@ from mmserve.cache.vision_index import EntryState, VisionIndex
 
 NUM_PAGES = 8
 SIZE = 4
-TOKENS = {bytes([i]) * 32: tokens for i, tokens in enumerate([1, 4, 5, 8, 9, 16])}
+TOKENS = {bytes([i]) * 32: tokens for i, tokens in enumerate([1, 5, 9, 16])}
 DIGEST = st.sampled_from(sorted(TOKENS))
 
 
@@ -84,13 +84,17 @@ class IndexMachine(RuleBasedStateMachine):
         entry = self.index.lookup(digest)
         return entry.references if entry else 0
 
-    @rule(digest=DIGEST, failed=st.booleans())
-    def finish_write(self, digest: bytes, failed: bool) -> None:
-        if self.state(digest) is EntryState.WRITING:
-            if failed:
-                self.index.discard(digest)
-            else:
-                self.index.mark_ready(digest)
+    def in_state(self, state: EntryState) -> list[bytes]:
+        return [digest for digest in TOKENS if self.state(digest) is state]
+
+    @precondition(lambda self: self.in_state(EntryState.WRITING))
+    @rule(data=st.data(), failed=st.integers(0, 3).map(lambda n: n == 3))
+    def finish_write(self, data: st.DataObject, failed: bool) -> None:
+        digest = data.draw(st.sampled_from(self.in_state(EntryState.WRITING)))
+        if failed:
+            self.index.discard(digest)
+        else:
+            self.index.mark_ready(digest)
 
     @rule(digest=DIGEST)
     def acquire(self, digest: bytes) -> None:
@@ -183,6 +187,10 @@ def test_a_pinned_image_is_not_evicted() -> None:
     index = VisionIndex(2, SIZE)
     ready(index, 0, SIZE)
     assert index.pin(digest(0))
+    with pytest.raises(PagePoolExhausted):
+        index.reserve(digest(1), 2 * SIZE)
+    assert index.acquire(digest(0)) is not None
+    index.release(digest(0))
     with pytest.raises(PagePoolExhausted):
         index.reserve(digest(1), 2 * SIZE)
     index.unpin(digest(0))
