@@ -1,0 +1,68 @@
+"""The shipped vision weights: they load whole, give the trained model's numbers, and keep apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mmserve.model.spec import ModelSpec, load_spec
+from mmserve.vision.model import VisionModel
+from tests.vision.images import noise, smooth
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return load_spec("smolvision-135m")
+
+
+@pytest.fixture(scope="module")
+def tensors(spec: ModelSpec) -> dict[str, Tensor]:
+    return {k: v for file in spec.vision_files for k, v in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def model(spec: ModelSpec, tensors: dict[str, Tensor]) -> VisionModel:
+    model = VisionModel(spec.vision).eval()
+    model.load_weights(tensors)
+    return model
+
+
+def pixels(*images: object) -> Tensor:
+    return torch.stack([torch.tensor(np.asarray(i)).permute(2, 0, 1) for i in images])
+
+
+def test_visual_tokens_are_those_of_the_training_code(model: VisionModel) -> None:
+    tokens = model.encode(pixels(smooth(224, 224)))
+    assert tokens.shape == (1, 32, 576) and tokens.dtype == torch.float32
+    trained = torch.tensor(  # printed by the code that trained the weights, float32, CPU
+        [
+            [-0.194814, -0.441190, 0.063488],
+            [-0.027734, -0.443550, -0.211086],
+            [0.081634, -0.540308, -0.241631],
+            [-0.157673, -0.759481, -0.053248],
+        ]
+    )
+    torch.testing.assert_close(tokens[0, ::8, :3], trained, rtol=0, atol=1e-4)
+    assert tokens.norm().item() == pytest.approx(74.3105, abs=1e-2)
+
+
+def test_an_image_does_not_depend_on_its_batch_mates(model: VisionModel) -> None:
+    batch = pixels(noise(224, 224), smooth(224, 224), noise(224, 224, 1))
+    together = model.encode(batch)
+    for i in (2, 0, 1):
+        assert torch.equal(model.encode(batch[i : i + 1])[0], together[i])
+    assert torch.equal(model.encode(batch.flip(0)).flip(0), together)
+
+
+def test_a_missing_or_foreign_tensor_is_refused(
+    spec: ModelSpec, tensors: dict[str, Tensor]
+) -> None:
+    fresh = VisionModel(spec.vision)
+    name = next(iter(tensors))
+    with pytest.raises(RuntimeError):
+        fresh.load_weights({k: v for k, v in tensors.items() if k != name})
+    with pytest.raises(RuntimeError):
+        fresh.load_weights({**tensors, "visual.stray": tensors[name]})
