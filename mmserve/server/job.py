@@ -55,13 +55,13 @@ class Job:
     ) -> None:
         self.transcript = transcript
         self.log = log
-        self._generation = generation
+        # Dropped at the end: it holds the prompt, and with it every image's bytes.
+        self._generation: Generation | None = generation
         self._grace_s = grace_s
-        self._on_done = on_done
         self._num_readers = 0
         self._timer: asyncio.TimerHandle | None = None
         transcript.begin(log)
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = asyncio.get_running_loop().create_task(self._run(on_done))
 
     @property
     def active(self) -> bool:
@@ -76,13 +76,13 @@ class Job:
 
     def cancel(self) -> None:
         """A user's wish: the response ends as `cancelled` with what was made so far."""
-        if self.active:
+        if self._generation is not None:
             self.transcript.cancelled = True
             self._generation.abort()
 
     def stop(self) -> None:
         """The server's wish: the response ends as `failed`."""
-        if self.active:
+        if self._generation is not None:
             self._generation.abort()
 
     def reader_came(self) -> None:
@@ -101,7 +101,8 @@ class Job:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._grace_s, self.cancel)
 
-    async def _run(self) -> None:
+    async def _run(self, on_done: Callable[[], None]) -> None:
+        assert self._generation is not None
         try:
             async for event in self._generation:
                 self.transcript.feed(event, self.log)
@@ -109,8 +110,9 @@ class Job:
             log.exception("%s failed", self.transcript.id)
         finally:
             self._generation.abort()
+            self._generation = None
             self.transcript.end(self.log)
             self.log.close()
             if self._timer is not None:
                 self._timer.cancel()
-            self._on_done()
+            on_done()
