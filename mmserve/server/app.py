@@ -30,6 +30,7 @@ from mmserve.server.server_metrics import ServerMetrics
 from mmserve.server.services import Services
 from mmserve.server.store import ResponseStore
 
+STOP_S = 5.0  # for stopped generations to end
 SWEEP_S = 60.0  # between two looks for expired files and responses
 
 
@@ -64,7 +65,9 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
         services.draining = True
         for job in list(services.jobs):
             job.stop()
-        await asyncio.gather(*(job.wait() for job in services.jobs), return_exceptions=True)
+        waits = [asyncio.ensure_future(job.wait()) for job in services.jobs]
+        if waits:
+            await asyncio.wait(waits, timeout=STOP_S)
         starting.cancel()
         sweeping.cancel()
         await asyncio.gather(starting, sweeping, return_exceptions=True)

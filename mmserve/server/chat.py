@@ -136,7 +136,7 @@ def _logprobs(fields: Fields) -> int | None:
 def parse_chat(body: dict[str, Any], services: Services) -> ChatRequest:
     """Check a body. Raises `RequestError`s that name the field."""
     fields = Fields(body)
-    check_model(fields, services.engine.info)
+    check_model(fields, services.info)
     only_one(fields, "n", "best_of")
     text_only(fields)
     unsupported(fields, "web_search_options", "prediction")
@@ -145,7 +145,7 @@ def parse_chat(body: dict[str, Any], services: Services) -> ChatRequest:
     messages = _messages(fields)
     params = parse_sampling(
         fields,
-        services.engine.info,
+        services.info,
         limits=("max_completion_tokens", "max_tokens"),
         logprobs=_logprobs(fields),
     )
@@ -292,7 +292,7 @@ async def create_chat_completion(request: Request) -> Response:
         messages = await _render(chat, services, owner_of(request))
         prompt = await services.engine.prepare(messages, continue_final=chat.continue_final)
         generation = services.engine.submit(new_id("chatcmpl"), prompt, chat.params)
-        return Completion(chat, generation, services.engine.info.name)
+        return Completion(chat, generation, services.info.name)
 
     async def answer() -> dict[str, Any]:
         return await (await begin()).whole()

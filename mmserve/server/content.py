@@ -104,7 +104,7 @@ def parse_content(value: Any, param: str) -> tuple[Content, ...]:
 def inline_bytes(ref: ImageRef, services: Services) -> bytes:
     """The bytes of an image that stands in the request itself."""
     assert ref.url is not None
-    return decode_data_url(ref.url, services.engine.info.image_limits, ref.param)
+    return decode_data_url(ref.url, services.info.image_limits, ref.param)
 
 
 def uploaded(ref: ImageRef, services: Services, owner: str) -> Blob:

@@ -16,6 +16,7 @@ from mmserve.server.wire import dumps, loads
 
 DELTA = "response.output_text.delta"
 EVENT_OVERHEAD = 160  # bytes of the objects around an event's JSON
+MERGED_BYTES = 64 * 1024  # of JSON in one merged delta, about
 MERGE_ABOVE = 256  # events a reader may lag before its deltas are merged
 
 
@@ -121,6 +122,8 @@ class EventLog:
         if len(self._events) - index <= MERGE_ABOVE or self._events[index].type != DELTA:
             return self._events[index]
         end = index
-        while end < len(self._events) and self._events[end].type == DELTA:
+        size = 0
+        while end < len(self._events) and self._events[end].type == DELTA and size < MERGED_BYTES:
+            size += len(self._events[end].data)
             end += 1
         return merge(self._events[index:end])

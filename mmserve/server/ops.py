@@ -21,7 +21,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def limits_json(services: Services) -> dict[str, Any]:
     """What a client may send; bytes, pixels and counts."""
-    images, config = services.engine.info.image_limits, services.config
+    images, config = services.info.image_limits, services.config
     return {
         "max_body_bytes": config.max_body_bytes,
         "max_frame_bytes": config.max_frame_bytes,
@@ -37,7 +37,7 @@ def limits_json(services: Services) -> dict[str, Any]:
 
 
 def model_json(services: Services) -> dict[str, Any]:
-    info = services.engine.info
+    info = services.info
     return {
         "id": info.name,
         "object": "model",
@@ -58,7 +58,7 @@ async def list_models(request: Request) -> Response:
 async def retrieve_model(request: Request) -> Response:
     """GET /v1/models/{id}."""
     services = services_of(request)
-    if request.path_params["id"] != services.engine.info.name:
+    if request.path_params["id"] != services.info.name:
         raise NotFoundError("No such model.", param="model", code="model_not_found")
     return JSONBody(model_json(services))
 
@@ -82,20 +82,19 @@ async def metrics(request: Request) -> Response:
     services = services_of(request)
     services.metrics.stored_responses.set(len(services.responses))
     services.metrics.blob_bytes.set(services.blobs.used_bytes)
-    body = services.engine.metrics.render() + services.metrics.render()
+    body = services.metrics.render()
+    if services.engine.status != "loading":
+        body = services.engine.metrics.render() + body
     return Response(body, media_type=METRICS_TYPE)
 
 
 async def version(request: Request) -> Response:
     """GET /version."""
     services = services_of(request)
-    return JSONBody(
-        {
-            "version": __version__,
-            "model": services.engine.info.name,
-            "limits": limits_json(services),
-        }
-    )
+    body: dict[str, Any] = {"version": __version__}
+    if services.engine.status != "loading":
+        body |= {"model": services.info.name, "limits": limits_json(services)}
+    return JSONBody(body)
 
 
 ROUTES = [

@@ -87,7 +87,7 @@ class Responder:
         return Item(item.id, item.role, tuple(parts), call=item.call)
 
     async def _items(self, request: ResponseRequest, store: bool) -> tuple[Item, ...]:
-        limit = self._services.engine.info.image_limits.max_images
+        limit = self._services.info.image_limits.max_images
         count = sum(isinstance(p, ImageRef) for item in request.items for p in item.content)
         if count > limit:
             raise TooManyImagesError(

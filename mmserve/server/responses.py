@@ -55,7 +55,7 @@ async def create_response(request: Request) -> Response:
     """POST /v1/responses."""
     services = services_of(request)
     services.check_ready()
-    parsed = parse_response_request(parse_body(await request.body()), services.engine.info)
+    parsed = parse_response_request(parse_body(await request.body()), services.info)
     responder = Responder(services, owner_of(request))
     return await while_connected(request, _create(responder, parsed, services))
 
@@ -163,7 +163,7 @@ async def count_input_tokens(request: Request) -> Response:
     """POST /v1/responses/input_tokens."""
     services = services_of(request)
     services.check_ready()
-    parsed = parse_response_request(parse_body(await request.body()), services.engine.info)
+    parsed = parse_response_request(parse_body(await request.body()), services.info)
     responder = Responder(services, owner_of(request))
     prompt = await while_connected(request, responder.count(parsed))
     return JSONBody(

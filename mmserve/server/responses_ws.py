@@ -7,6 +7,7 @@ nothing of prompts or lineage beyond the turns that are local to its connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, MutableMapping
@@ -40,6 +41,7 @@ SOCKETS_PER_OWNER = 64
 MAX_LANE_NAME = 256  # characters
 BAD_FRAMES = 10  # malformed ones in a row before the socket is closed
 SEND_TIMEOUT_S = 10.0  # a reader that takes nothing for so long is let go
+CLOSE_TIMEOUT_S = 1.0
 LOCAL_TURNS, LOCAL_BYTES = 256, 64 * MIB  # `store: false` turns a connection may continue
 
 log = logging.getLogger("mmserve.server")
@@ -114,7 +116,9 @@ class Session:
             await asyncio.gather(receiver, closing, return_exceptions=True)
             await self._lanes.close()
         if self._close_code is not None:
-            await self._socket.close(self._close_code)
+            # A peer that does not read cannot be told; the protocol then drops the connection.
+            with contextlib.suppress(asyncio.TimeoutError, WebSocketDisconnect, RuntimeError):
+                await asyncio.wait_for(self._socket.close(self._close_code), CLOSE_TIMEOUT_S)
 
     def _close(self, code: int) -> None:
         if self._close_code is None:
@@ -182,8 +186,11 @@ class Session:
         steer = {name: fields.get(name) for name in ("input", "previous_response_id", "id")}
         if isinstance(fields.get("steer"), dict):
             steer |= fields.get("steer")
+        turn = self._responder.find(str(steer["previous_response_id"]))
+        number = turn.job.log.next_number - 1 if turn and turn.job else 0
         event = {
             "type": "response.steer.failed",
+            "sequence_number": number,  # no event of the response: a resume must not skip one
             "error": {
                 "type": "invalid_request_error",
                 "code": "steering_not_supported",
@@ -212,7 +219,7 @@ class Session:
     async def _respond(self, lane: str | None, body: dict[str, Any]) -> None:
         self._services.check_ready()
         body.pop("background", None)
-        request = parse_response_request(body, self._services.engine.info)
+        request = parse_response_request(body, self._services.info)
         grace_s = self._services.config.grace_s if request.store else 0.0
         turn = await self._responder.start(request, grace_s=grace_s)
         assert turn.job is not None

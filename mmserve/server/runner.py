@@ -12,6 +12,7 @@ import sys
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from mmserve.config import ServerConfig
 from mmserve.server.app import create_app
@@ -22,6 +23,18 @@ from mmserve.server.services import Services
 log = logging.getLogger("mmserve.server")
 
 GRACEFUL_S = 10  # seconds that running answers get after SIGTERM
+
+
+class SocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's, except that a peer which stopped reading is dropped once its session has ended.
+
+    A plain close waits for the write buffer to empty, which then never happens.
+    """
+
+    async def run_asgi(self) -> None:
+        await super().run_asgi()
+        if not self.writable.is_set():
+            self.transport.abort()
 
 
 class InsecureBindError(ValueError):
@@ -78,6 +91,7 @@ def make_server(config: ServerConfig, engine: EngineFace) -> Server:
             port=config.port,
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
+            ws=SocketProtocol,
             ws_max_size=config.max_frame_bytes,
             ws_per_message_deflate=False,  # images do not shrink, and text is short
             access_log=False,  # ours never shows a query

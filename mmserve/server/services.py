@@ -14,7 +14,7 @@ from starlette.requests import HTTPConnection
 from mmserve.config import ServerConfig
 from mmserve.errors import EngineUnavailableError
 from mmserve.server.blobs import BlobStore
-from mmserve.server.engine_face import EngineFace
+from mmserve.server.engine_face import EngineFace, ModelInfo
 from mmserve.server.errors import ModelLoadingError, ShuttingDownError
 
 if TYPE_CHECKING:
@@ -38,6 +38,13 @@ class Services:
     started: asyncio.Future[None] | None = None  # the engine's start, once the server runs
     jobs: set[Job] = field(default_factory=set)  # running
     sockets: dict[str, int] = field(default_factory=dict)  # open WebSockets by owner
+
+    @property
+    def info(self) -> ModelInfo:
+        """The served model; raises `ModelLoadingError` until it is known."""
+        if self.engine.status == "loading":
+            raise ModelLoadingError("The model is still loading.")
+        return self.engine.info
 
     def status(self) -> str:
         """loading | ok | draining | dead."""

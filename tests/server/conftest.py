@@ -21,7 +21,7 @@ from mmserve.server.runner import Server, make_server
 # Appended, so that nothing of the root can shadow an installed package.
 sys.path.append(str(Path(__file__).parents[2]))
 
-from tests.server.fake_engine import FakeEngine  # noqa: E402
+from tests.server.fake_engine import FakeEngine
 
 KEY = "sk-test_KEY-1"
 
@@ -58,9 +58,7 @@ class Running:
         return client
 
     def async_openai(self) -> AsyncOpenAI:
-        return AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0
-        )
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0)
 
     def idle(self, within_s: float = 3.0) -> bool:
         """True once the engine runs nothing."""

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mmserve.config import ImageLimits
 from mmserve.errors import (
@@ -147,7 +148,7 @@ class FakeEngine:
     queue_full: bool = False
     running: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
-    prompts: list[list[Message]] = field(default_factory=list)
+    prompts: list[list[Any]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     _last: dict[int, tuple[Prompt, list[Message]]] = field(default_factory=dict, repr=False)
 
@@ -165,9 +166,7 @@ class FakeEngine:
         digest = hashlib.sha256(part.data).digest()
         return ImageSegment(ImageInput(digest, part.data, IMAGE_TOKENS))
 
-    async def prepare(
-        self, messages: Sequence[Message], *, continue_final: bool = False
-    ) -> Prompt:
+    async def prepare(self, messages: Sequence[Message], *, continue_final: bool = False) -> Prompt:
         await asyncio.sleep(0)
         segments: list[Segment] = []
         for message in messages:

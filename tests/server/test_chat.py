@@ -230,9 +230,7 @@ def test_continuing_an_assistant_prefix(server: Running) -> None:
 def test_fault_in_mid_stream_is_an_error_frame_without_done(server: Running) -> None:
     server.engine.script = "one two crash three"
     with pytest.raises(openai.APIError) as caught:
-        list(
-            server.openai().chat.completions.create(model="mm/fake", messages=ASK, stream=True)
-        )
+        list(server.openai().chat.completions.create(model="mm/fake", messages=ASK, stream=True))
     assert caught.value.code == "internal_error"
     answer = server.http().post("/v1/chat/completions", json={"messages": ASK})
     assert answer.status_code == 500

@@ -167,9 +167,7 @@ def test_several_tails_read_one_running_job(server: Running) -> None:
 def test_background_runs_on_without_readers(server: Running) -> None:
     server.engine.delay_s = 0.02
     client = server.openai()
-    stream = client.responses.create(
-        model="mm/fake", input="a b c d", background=True, stream=True
-    )
+    stream = client.responses.create(model="mm/fake", input="a b c d", background=True, stream=True)
     first = next(iter(stream))
     stream.close()
     assert first.type == "response.created"
@@ -207,9 +205,7 @@ def test_cancel_keeps_the_partial_text_and_can_be_continued(server: Running) -> 
     assert caught.value.code == "response_not_active"
     server.engine.script = None
     client.responses.create(model="mm/fake", input="go on", previous_response_id=started.id)
-    assert server.engine.prompts[-1][1].parts[0].token_ids == tuple(
-        cancelled.output_text.encode()
-    )
+    assert server.engine.prompts[-1][1].parts[0].token_ids == tuple(cancelled.output_text.encode())
 
 
 def test_delete_forgets_and_stops(server: Running) -> None:
