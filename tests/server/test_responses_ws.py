@@ -23,7 +23,8 @@ TERMINAL = ("response.completed", "response.incomplete", "response.failed")
 
 def open_socket(running: Running, **options: Any) -> ClientConnection:
     headers = {"authorization": f"Bearer {running.key}"} if running.key else {}
-    return connect(running.ws_url, additional_headers=headers, **options)
+    ws: ClientConnection = connect(running.ws_url, additional_headers=headers, **options)
+    return ws
 
 
 def receive(ws: ClientConnection) -> dict[str, Any]:
@@ -212,7 +213,8 @@ def test_lanes_run_in_parallel_and_fifo_within(server: Running) -> None:
             create(ws, text, stream_id="A")
         create(ws, "b1", stream_id="B")
         create(ws, "d1 z z z z z z z z z z z")
-        order, ids = [], {}
+        order: list[tuple[str | None, str]] = []
+        ids: dict[str, str | None] = {}
         while len(order) < 4:
             event = receive(ws)
             lane = event.get("stream_id")
@@ -236,7 +238,8 @@ def test_lane_bounds_are_errors_and_nothing_accepted_is_lost(launch: Callable[..
             time.sleep(0.01)  # the first is running, not waiting
         create(ws, "b", stream_id="B")
         create(ws, "c", stream_id="C")
-        errors, done = [], []
+        errors: list[Any] = []
+        done: list[str] = []
         while len(done) < 4:
             event = receive(ws)
             if event["type"] == "error":
@@ -300,7 +303,7 @@ def test_steering_fails_aloud(server: Running) -> None:
 
 def test_errors_carry_status_lane_and_leave_the_socket_usable(server: Running) -> None:
     with open_socket(server) as ws:
-        bad = [
+        bad: list[tuple[dict[str, Any], str]] = [
             ({"type": "response.create", "stream_id": "L"}, "missing_required_parameter"),
             ({"type": "response.create", "input": "x", "model": "no"}, "model_not_found"),
             ({"type": "nonsense"}, "invalid_value"),
