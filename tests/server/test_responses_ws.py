@@ -385,7 +385,7 @@ def test_reader_that_never_reads_is_closed_but_its_response_lives(
     monkeypatch.setattr(responses_ws, "SEND_TIMEOUT_S", 0.3)
     running = launch(max_log_events=100_000)
     running.engine.script = ("x" * 20_000 + " ") * 400
-    with open_socket(running, max_queue=1) as ws:
+    with open_socket(running, max_queue=1, close_timeout=0.5) as ws:
         create(ws, "x")
         id = receive(ws)["response"]["id"]
         time.sleep(3.5)
