@@ -11,7 +11,10 @@ export default defineConfig({
     reportCompressedSize: false,
   },
   server: {
-    proxy: { '/v1': { target: 'http://127.0.0.1:8000', ws: true } },
+    proxy: {
+      '/v1': { target: 'http://127.0.0.1:8000', ws: true },
+      '/health': 'http://127.0.0.1:8000',
+    },
   },
   test: {
     environment: 'jsdom',

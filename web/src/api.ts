@@ -37,6 +37,13 @@ export class Api {
     return this.key === null ? [] : ['realtime', `openai-insecure-api-key.${this.key}`];
   }
 
+  /** Whether generations can start: `ok`, `loading`, or why not. */
+  async health(): Promise<string> {
+    const signal = AbortSignal.timeout(PROBE_MS);
+    const response = await fetch(new URL('health', this.root), { signal, cache: 'no-store' });
+    return ((await response.json()) as { status: string }).status;
+  }
+
   async models(): Promise<ModelObject[]> {
     const response = await this.call('v1/models', { signal: AbortSignal.timeout(PROBE_MS) });
     return ((await response.json()) as { data: ModelObject[] }).data;

@@ -7,6 +7,7 @@
 
 export interface PictureLimits {
   maxPixels: number;
+  maxSide: number;
   maxBytes: number;
 }
 
@@ -21,9 +22,10 @@ export class UnreadablePicture extends Error {}
 
 const ACCEPTED = ['image/png', 'image/jpeg', 'image/webp', 'image/gif'];
 
-/** Factor by which both sides shrink so that the picture has at most `maxPixels`; at most 1. */
-export function shrinkFactor(width: number, height: number, maxPixels: number): number {
-  return Math.min(1, Math.sqrt(maxPixels / (width * height)));
+/** Factor by which both sides shrink so that the picture is within the limits; at most 1. */
+export function shrinkFactor(width: number, height: number, limits: PictureLimits): number {
+  const area = Math.sqrt(limits.maxPixels / (width * height));
+  return Math.min(1, area, limits.maxSide / Math.max(width, height));
 }
 
 /** Throws `UnreadablePicture`. */
@@ -32,7 +34,7 @@ export async function prepare(file: Blob, limits: PictureLimits): Promise<Prepar
     throw new UnreadablePicture();
   });
   try {
-    const factor = shrinkFactor(bitmap.width, bitmap.height, limits.maxPixels);
+    const factor = shrinkFactor(bitmap.width, bitmap.height, limits);
     const fits = factor === 1 && file.size <= limits.maxBytes && ACCEPTED.includes(file.type);
     if (fits) return { blob: file, width: bitmap.width, height: bitmap.height };
     return await redraw(bitmap, factor, file.type, limits.maxBytes);

@@ -111,13 +111,19 @@ export class Transport {
   /** Resolves when the connection has ended, with what the page should show next. */
   private async connect(): Promise<LinkState> {
     try {
-      this.model = (await this.api.models())[0] ?? null;
+      const [health, models] = await Promise.all([this.api.health(), this.api.models()]);
+      this.model = models[0] ?? null;
+      if (health === 'loading') return 'loading';
+      if (health !== 'ok' || this.model === null) return 'retrying';
+      this.watcher.model(this.model);
     } catch (reason) {
-      if (!(reason instanceof ApiFault)) return 'retrying';
-      return reason.status === 401 ? 'locked' : reason.status === 503 ? 'loading' : 'retrying';
+      return reason instanceof ApiFault && reason.status === 401 ? 'locked' : 'retrying';
     }
-    if (this.model === null) return 'loading';
-    this.watcher.model(this.model);
+    return this.hold();
+  }
+
+  /** Opens the socket; resolves when it is closed: `open` says that it had been open. */
+  private hold(): Promise<LinkState> {
     return new Promise((resolve) => {
       let opened = false;
       const socket = new WebSocket(this.api.socketUrl, this.api.socketProtocols);

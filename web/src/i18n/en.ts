@@ -2,6 +2,7 @@
 export const en = {
   newChat: 'New chat',
   conversations: 'Conversations',
+  sidebar: 'Chats and settings',
   noConversations: 'Your chats will appear here. They stay in this browser.',
   openMenu: 'Open the list of chats',
   closeMenu: 'Close the list of chats',

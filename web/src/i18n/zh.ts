@@ -4,6 +4,7 @@ import type { Dictionary } from './en';
 export const zh: Dictionary = {
   newChat: '新对话',
   conversations: '对话列表',
+  sidebar: '对话与设置',
   noConversations: '对话会显示在这里，只保存在本浏览器中。',
   openMenu: '打开对话列表',
   closeMenu: '关闭对话列表',

@@ -15,7 +15,11 @@ import type { LinkState } from '../transport';
 import { Thread } from './thread.svelte';
 
 const KEY = 'mmserve.key';
-const DEFAULT_LIMITS: PictureLimits = { maxPixels: 40_000_000, maxBytes: 20 * 1024 * 1024 };
+const DEFAULT_LIMITS: PictureLimits = {
+  maxPixels: 40_000_000,
+  maxSide: 16_384,
+  maxBytes: 20 * 1024 * 1024,
+};
 
 export class Chat {
   link = $state<LinkState>('connecting');
@@ -48,6 +52,10 @@ export class Chat {
       if (document.visibilityState === 'visible') chat.transport.nudge();
     });
     return chat;
+  }
+
+  get hasKey(): boolean {
+    return this.api.key !== null;
   }
 
   /** Opens an empty thread; it enters the list with its first message. */
@@ -121,6 +129,7 @@ function limitsOf(model: ModelObject | null): PictureLimits {
   };
   return {
     maxPixels: number('max_image_pixels', DEFAULT_LIMITS.maxPixels),
+    maxSide: number('max_image_side', DEFAULT_LIMITS.maxSide),
     maxBytes: number('max_image_bytes', DEFAULT_LIMITS.maxBytes),
   };
 }

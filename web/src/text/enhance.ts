@@ -32,7 +32,7 @@ function header(code: HTMLElement, labels: CodeLabels): HTMLElement {
   button.type = 'button';
   button.textContent = labels.copy;
   button.onclick = async () => {
-    await copyText(code.textContent ?? '');
+    await copyText((code.textContent ?? '').replace(/\n$/, ''));
     button.textContent = labels.copied;
     setTimeout(() => (button.textContent = labels.copy), COPIED_MS);
   };

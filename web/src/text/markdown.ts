@@ -32,6 +32,9 @@ const marked = new Marked({
     html({ text }) {
       return /^<br\s*\/?>$/i.test(text.trim()) ? '<br>' : escapeHtml(text);
     },
+    link({ href, tokens }) {
+      return LINK.test(href) ? false : this.parser.parseInline(tokens);
+    },
     image({ href, text }) {
       const label = escapeHtml(text === '' ? href : text);
       return LINK.test(href) ? `<a href="${escapeHtml(href)}">${label}</a>` : label;

@@ -1,0 +1,177 @@
+"""Turns in the page: pictures in, words out, and what survives a reload."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from mmserve.prompt import ImagePart, Message, TextPart, TokensPart
+from tests.server.conftest import Running
+from tests.web.conftest import Tab, picture
+
+pytestmark = pytest.mark.browser
+
+Visit = Callable[..., Tab]
+
+
+def text_of(part: object) -> str:
+    """The text of a part; an answer's tokens are UTF-8 bytes in the fake engine."""
+    if isinstance(part, TokensPart):
+        return bytes(part.token_ids).decode()
+    return part.text if isinstance(part, TextPart) else ""
+
+
+def shape_of(messages: list[Message]) -> list[tuple[str, int, str]]:
+    """(role, number of images, text) of each message."""
+    return [
+        (
+            message.role,
+            sum(isinstance(part, ImagePart) for part in message.parts),
+            "".join(text_of(part) for part in message.parts),
+        )
+        for message in messages
+    ]
+
+
+def test_two_dropped_pictures_are_asked_about_and_the_chat_goes_on_after_a_reload(
+    server: Running, visit: Visit
+) -> None:
+    tab = visit()
+    tab.drop(("a.png", picture("red")), ("b.png", picture("blue")))
+    first = tab.answered("Which is red?")
+    assert re.fullmatch(r"you said: \[\w{8}\] \[\w{8}\] Which is red\?", first)
+    assert shape_of(server.engine.prompts[-1]) == [("user", 2, "Which is red?")]
+
+    tab.page.reload()
+    assert tab.wait("done") == first
+    loaded = "images => images.every(({ naturalWidth }) => naturalWidth === 48)"
+    tab.page.wait_for_function(f"() => ({loaded})([...document.querySelectorAll('.pictures img')])")
+    assert tab.page.locator(".pictures img").count() == 2
+
+    assert tab.answered("And the other?") == "you said: And the other?"
+    assert shape_of(server.engine.prompts[-1]) == [
+        ("user", 2, "Which is red?"),
+        ("assistant", 0, first),
+        ("user", 0, "And the other?"),
+    ]
+
+
+def test_attached_pictures_are_read_ahead_before_anything_is_asked(
+    server: Running, visit: Visit
+) -> None:
+    tab = visit()
+    tab.drop(("a.png", picture("red")), ("b.png", picture("blue")))
+    tab.page.wait_for_timeout(800)
+    assert [shape_of(prompt) for prompt in server.engine.prompts][-1] == [("user", 2, "")]
+    assert tab.page.locator("article").count() == 0
+
+
+def test_a_reload_in_mid_answer_resumes_the_same_response(server: Running, visit: Visit) -> None:
+    server.engine.script = " ".join(f"word{n}" for n in range(150))
+    server.engine.delay_s = 0.02
+    tab = visit()
+    tab.ask("Tell me.")
+    tab.wait_for_text("word40")
+    tab.page.reload()
+    tab.wait_for_text("word40")
+    assert tab.wait("done") == server.engine.script
+    assert len(server.engine.prompts) == 1
+
+
+def test_stop_keeps_the_text_so_far_and_the_chat_goes_on(server: Running, visit: Visit) -> None:
+    server.engine.script = " ".join(f"word{n}" for n in range(500))
+    server.engine.delay_s = 0.02
+    tab = visit()
+    tab.ask("Tell me.")
+    tab.wait_for_text("word10")
+    tab.page.get_by_role("button", name="Stop").click()
+    partial = tab.wait("stopped")
+    assert partial.startswith("word0 word1") and "word499" not in partial
+    assert server.idle()
+
+    server.engine.script, server.engine.delay_s = None, 0.0
+    assert tab.answered("Go on.") == "you said: Go on."
+    assert shape_of(server.engine.prompts[-1])[1] == ("assistant", 0, partial)
+
+
+def test_escape_stops_an_answer(server: Running, visit: Visit) -> None:
+    server.engine.script = "word " * 500
+    server.engine.delay_s = 0.02
+    tab = visit()
+    tab.ask("Tell me.")
+    tab.wait_for_text("word word")
+    tab.page.keyboard.press("Escape")
+    tab.wait("stopped")
+    assert server.idle()
+
+
+def test_a_refused_turn_is_a_sentence_and_can_be_tried_again(server: Running, visit: Visit) -> None:
+    tab = visit()
+    server.engine.queue_full = True
+    tab.ask("Hello?")
+    tab.wait("failed")
+    assert "The server is busy. Try again in a moment." in tab.page.inner_text(".failed")
+    server.engine.queue_full = False
+    tab.page.get_by_role("button", name="Try again").click()
+    assert tab.wait("done") == "you said: Hello?"
+
+
+def test_an_engine_that_trips_in_mid_answer_is_a_sentence(server: Running, visit: Visit) -> None:
+    server.engine.script = "so far so crash"
+    tab = visit()
+    tab.ask("Hello?")
+    tab.wait("failed")
+    assert tab.page.locator(".failed p").inner_text() != ""
+    assert "so far so" in tab.page.inner_text("article")
+
+
+def test_figures_stand_under_the_answer(server: Running, visit: Visit) -> None:
+    tab = visit()
+    tab.drop(("a.png", picture("red")))
+    tab.answered("What color?")
+    stats = tab.page.inner_text(".stats")
+    for figure in (r"\d+ prompt", r"\d+ cached", "16 image", r"\d+ m?s(ec)? to first token"):
+        assert re.search(figure, stats), (figure, stats)
+
+
+def test_chats_are_listed_opened_and_deleted(server: Running, visit: Visit) -> None:
+    tab = visit()
+    tab.answered("First chat")
+    tab.page.get_by_role("button", name="New chat").first.click()
+    tab.answered("Second chat")
+    links = tab.page.locator("nav a")
+    assert links.all_inner_texts() == ["Second chat", "First chat"]
+    links.last.click()
+    tab.page.wait_for_function("() => document.querySelector('.question')?.textContent === 'First chat'")
+
+    tab.page.get_by_role("button", name="Delete “First chat”").click()
+    assert links.count() == 2
+    tab.page.get_by_role("button", name="Delete? First chat").click()
+    tab.page.wait_for_selector(".empty")
+    tab.page.reload()
+    tab.page.wait_for_selector(".empty")
+    assert links.all_inner_texts() == ["Second chat"]
+
+
+def test_an_answer_goes_on_while_another_chat_is_read(server: Running, visit: Visit) -> None:
+    server.engine.script = " ".join(f"word{n}" for n in range(60))
+    server.engine.delay_s = 0.02
+    tab = visit()
+    tab.ask("Slow one")
+    tab.wait_for_text("word3")
+    tab.page.get_by_role("button", name="New chat").first.click()
+    tab.answered("Other one")
+    tab.page.locator("nav a").last.click()
+    assert tab.wait("done") == server.engine.script
+
+
+def test_a_sample_picture_needs_no_file(server: Running, visit: Visit) -> None:
+    tab = visit()
+    tab.page.get_by_role("button", name="Three shapes").click()
+    tab.page.wait_for_selector("[data-state=ready]")
+    assert tab.page.input_value("textarea") == "How many shapes are there?"
+    tab.page.keyboard.press("Enter")
+    assert tab.wait("done").endswith("How many shapes are there?")
+    assert shape_of(server.engine.prompts[-1])[0][1] == 1

@@ -1,0 +1,118 @@
+"""Keys, composition, paste, drop and what happens to files that are no pictures."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+
+import pytest
+
+from tests.server.conftest import Running
+from tests.web.conftest import DROP, Tab, picture
+
+pytestmark = pytest.mark.browser
+
+Visit = Callable[..., Tab]
+
+
+def test_enter_during_a_composition_does_not_send(server: Running, visit: Visit) -> None:
+    tab = visit()
+    tab.page.focus("textarea")
+    chrome = tab.page.context.new_cdp_session(tab.page)
+    compose = {"text": "nihao", "selectionStart": 5, "selectionEnd": 5}
+    chrome.send("Input.imeSetComposition", compose)
+    enter = {"type": "rawKeyDown", "key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 229}
+    chrome.send("Input.dispatchKeyEvent", enter)
+    chrome.send("Input.insertText", {"text": "你好"})
+    tab.page.wait_for_timeout(200)
+    assert server.engine.prompts == []
+    assert tab.page.input_value("textarea") == "你好"
+    tab.page.keyboard.press("Enter")
+    assert tab.wait("done") == "you said: 你好"
+
+
+def test_a_key_code_of_229_alone_does_not_send(server: Running, visit: Visit) -> None:
+    tab = visit()
+    tab.page.fill("textarea", "hello")
+    init = {"key": "Enter", "keyCode": 229, "bubbles": True, "cancelable": True}
+    tab.page.dispatch_event("textarea", "keydown", init)
+    tab.page.wait_for_timeout(200)
+    assert server.engine.prompts == []
+
+
+def test_shift_enter_starts_a_new_line(server: Running, visit: Visit) -> None:
+    tab = visit()
+    tab.page.fill("textarea", "one")
+    tab.page.press("textarea", "Shift+Enter")
+    tab.page.keyboard.type("two")
+    tab.page.keyboard.press("Enter")
+    tab.wait("done")
+    assert tab.page.inner_text(".question") == "one\ntwo"
+
+
+def test_a_pasted_picture_is_attached_and_pasted_text_is_not(visit: Visit) -> None:
+    tab = visit()
+    data = base64.b64encode(picture("green")).decode()
+    transfer = tab.page.evaluate_handle(DROP, ["clip.png", "image/png", data])
+    tab.page.evaluate(
+        """(data) => document.querySelector('textarea').dispatchEvent(
+          new ClipboardEvent('paste', { clipboardData: data, bubbles: true, cancelable: true }))""",
+        transfer,
+    )
+    tab.page.wait_for_selector(".tray [data-state=ready]")
+    assert tab.page.locator(".tray li").count() == 1
+
+
+def test_the_button_takes_several_files_and_each_can_be_removed(
+    server: Running, visit: Visit
+) -> None:
+    tab = visit()
+    files = [
+        {"name": f"{color}.png", "mimeType": "image/png", "buffer": picture(color)}
+        for color in ("red", "green", "blue")
+    ]
+    tab.page.set_input_files("input[type=file]", files)  # type: ignore[arg-type]
+    tab.page.wait_for_function("() => document.querySelectorAll('.tray [data-state=ready]').length === 3")
+    tab.page.get_by_role("button", name="Remove green.png").click()
+    tab.answered("Which?")
+    assert len(server.engine.prompts[-1][-1].parts) == 3  # two pictures and the text
+
+
+def test_a_file_that_is_no_picture_is_refused_in_a_sentence(visit: Visit) -> None:
+    tab = visit()
+    tab.drop(("notes.png", b"not a picture"))
+    error = tab.page.get_by_role("alert")
+    assert "notes.png This file is not a picture the browser can open." in error.inner_text()
+    tab.page.fill("textarea", "hello")
+    assert tab.page.get_by_role("button", name="Send").is_disabled()
+    tab.page.get_by_role("button", name="Remove notes.png").click()
+    assert tab.page.get_by_role("button", name="Send").is_enabled()
+
+
+def test_an_upload_that_failed_can_be_tried_again(visit: Visit) -> None:
+    tab = visit(quiet_network=False)
+    tab.page.route("**/v1/files", lambda route: route.abort())
+    tab.drop(("a.png", picture("red")))
+    assert "could not be reached" in tab.page.get_by_role("alert").inner_text()
+    tab.page.unroute("**/v1/files")
+    tab.page.get_by_role("button", name="Upload a.png again").click()
+    tab.page.wait_for_selector(".tray [data-state=ready]")
+
+
+def test_a_foreign_format_is_converted(server: Running, visit: Visit) -> None:
+    tab = visit()
+    header = b"BM" + (14 + 40 + 4).to_bytes(4, "little") + bytes(4) + (54).to_bytes(4, "little")
+    info = b"".join(n.to_bytes(4, "little") for n in (40, 1, 1))
+    bitmap = header + info + b"\x01\x00\x18\x00" + bytes(24) + b"\x00\x00\xff\x00"
+    tab.drop(("dot.bmp", bitmap), kind="image/bmp")
+    assert tab.answered("Color?").endswith("Color?")
+
+
+def test_a_thumbnail_opens_large_and_escape_closes_it(visit: Visit) -> None:
+    tab = visit()
+    tab.drop(("a.png", picture("red")))
+    tab.page.get_by_role("button", name="View a.png").click()
+    tab.page.wait_for_selector("dialog img")
+    tab.page.keyboard.press("Escape")
+    tab.page.wait_for_selector("dialog", state="detached")
+    assert tab.page.locator(".tray li").count() == 1
