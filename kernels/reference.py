@@ -3,16 +3,22 @@
 Owns the meaning of `AttentionPlan`: which keys every query reads and how its rotation is adjusted.
 Knows nothing of sequences, models or scheduling.
 
-A query at position p reads (1) the text tokens [0, hi) of its own sequence, from text pages, whose
-keys are rotated at absolute positions, and (2) every image placed before it, from vision pages,
-whose keys are rotated at the image's *local* positions 0..n-1. For an image at base position b the
-query is rotated by a further -b, because R(p-b) q . R(l) k = R(p) q . R(b+l) k: the stored bytes
-never change. Each part yields an output and a log-sum-exp; parts are merged in logical order.
+A query at position p reads (1) the tokens [0, hi) of its own sequence, from pages of its own pool,
+whose keys are rotated as the sequence counts positions, and (2) every image placed before it, from
+vision pages, whose keys are rotated at the image's *local* positions 0..n-1. For an image at base
+position b the query is rotated by a further -b, because R(p-b) q . R(l) k = R(p) q . R(b+l) k: the
+stored bytes never change. Each part yields an output and a log-sum-exp; parts are merged in logical
+order.
+
+Text is a sequence in the text pool. An image being computed is a sequence in the vision pool whose
+every query reads all of it and no image.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,18 +28,19 @@ from torch import Tensor
 class QueryGroup:
     """B sequences with Q queries each, consecutive in the flat batch; all tensors on one device.
 
-    `start`: first flat query. `text_pages` [B, P] int64 (padded with 0). `text_hi` [B, Q] int64:
-    text tokens each query reads. Image parts, N of them over all B sequences, in logical order:
-    `image_pages` [N, V] int64 (padded with 0), `image_len` [N] int64 tokens, `image_row` [N] int64
-    the sequence, `image_slot` [N] int64 its place among the B * I slots, `image_seen` [N, Q] bool,
-    `cos`, `sin` [N, 1, 1, D/2] float32 of the angle -base.
+    `start`: first flat query. `pages` [B, P] int64 (padded with 0): pages of the sequences' own
+    pool. `hi` [B, Q] int64: how many of their tokens each query reads. Image parts, N of them over
+    all B sequences, in logical order: `image_pages` [N, V] int64 (padded with 0), `image_len` [N]
+    int64 tokens, `image_row` [N] int64 the sequence, `image_slot` [N] int64 its place among the
+    B * max_images slots, `image_seen` [N, Q] bool, `cos`, `sin` [N, D/2] float32 of the angle
+    -base.
     """
 
     start: int
     num_seqs: int
     num_queries: int
-    text_pages: Tensor
-    text_hi: Tensor
+    pages: Tensor
+    hi: Tensor
     image_pages: Tensor
     image_len: Tensor
     image_row: Tensor
@@ -43,15 +50,25 @@ class QueryGroup:
     sin: Tensor
     max_images: int
 
+    @cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        """What the compiled decode kernel reads, as numpy views; only for Q = 1."""
+        image_start = torch.searchsorted(self.image_row, torch.arange(self.num_seqs + 1))
+        parts = (self.pages, self.hi[:, 0], image_start, self.image_pages, self.image_len)
+        return tuple(x.contiguous().numpy() for x in (*parts, self.cos, self.sin))
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """One step's reading and writing, shared by all layers.
 
-    `slots` [T] int64: page * page_size + offset in the text pool of each new token.
+    `slots` [T] int64: page * page_size + offset in the own pool of each new token; `cos`, `sin`
+    [T, D/2] float32 of its rotary position.
     """
 
     slots: Tensor
+    cos: Tensor
+    sin: Tensor
     groups: tuple[QueryGroup, ...]
 
 
@@ -115,41 +132,41 @@ def merge(outs: Tensor, lses: Tensor) -> Tensor:
 def group_attention(
     q: Tensor,
     group: QueryGroup,
-    text: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
     vision: tuple[Tensor, Tensor],
     scale: float,
 ) -> Tensor:
     """Attention of one group. q [B, Q, H, D] rotated at absolute positions -> [B, Q, H, D]."""
-    k, v = (read_pages(pool, group.text_pages) for pool in text)
+    k, v = (read_pages(pool, group.pages) for pool in own)
     index = torch.arange(k.shape[2], device=q.device)
-    out, lse = attend(q, k, v, index < group.text_hi[..., None], scale)
+    out, lse = attend(q, k, v, index < group.hi[..., None], scale)
     if not len(group.image_row):
         return out
     k, v = (read_pages(pool, group.image_pages) for pool in vision)
     local = torch.arange(k.shape[2], device=q.device)
     seen = (local < group.image_len[:, None])[:, None] & group.image_seen[..., None]
-    turned = rotate(q[group.image_row], group.cos, group.sin)
+    turned = rotate(q[group.image_row], group.cos[:, None, None], group.sin[:, None, None])
     image_out, image_lse = attend(turned, k, v, seen, scale)
     shape = (group.num_seqs * group.max_images, *out.shape[1:])
     outs, lses = out.new_zeros(shape), lse.new_full(shape[:-1], float("-inf"))
     outs[group.image_slot], lses[group.image_slot] = image_out, image_lse
     parts = (group.num_seqs, group.max_images)
     return merge(
-        torch.cat((out.unsqueeze(1), outs.unflatten(0, parts)), 1),
-        torch.cat((lse.unsqueeze(1), lses.unflatten(0, parts)), 1),
+        torch.cat((out.unsqueeze(1), outs.view(*parts, *out.shape[1:])), 1),
+        torch.cat((lse.unsqueeze(1), lses.view(*parts, *lse.shape[1:])), 1),
     )
 
 
 def paged_attention(
     q: Tensor,
     plan: AttentionPlan,
-    text: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
     vision: tuple[Tensor, Tensor],
     scale: float,
 ) -> Tensor:
     """Attention of a whole step over one layer's pools.
 
-    q [T, H, D]; text and vision: (K, V), each [Hkv, pages, page_size, D]; -> [T, H, D].
+    q [T, H, D]; own and vision: (K, V), each [Hkv, pages, page_size, D]; -> [T, H, D].
     The step's own keys and values must already be written (`write_kv`).
     """
     outs = []
@@ -157,14 +174,5 @@ def paged_attention(
         count = group.num_seqs * group.num_queries
         rows = q[group.start : group.start + count]
         rows = rows.view(group.num_seqs, group.num_queries, *q.shape[1:])
-        outs.append(group_attention(rows, group, text, vision, scale).flatten(0, 1))
+        outs.append(group_attention(rows, group, own, vision, scale).flatten(0, 1))
     return torch.cat(outs) if len(outs) > 1 else outs[0]
-
-
-def image_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Isolated images: each attends to all of itself.
-
-    q [N, n, H, D], k and v [N, n, Hkv, D] -> [N, n, H, D].
-    """
-    mask = torch.ones(q.shape[0], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
-    return attend(q, k.transpose(1, 2), v.transpose(1, 2), mask, scale)[0]

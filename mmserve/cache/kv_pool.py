@@ -8,6 +8,8 @@ contiguous tile.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,41 +35,39 @@ class KVShape:
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return per_token * self.page_size * self.dtype.itemsize
 
-    def allocate(self, num_pages: int) -> Tensor:
-        size = (self.num_layers, 2, self.num_kv_heads, num_pages, self.page_size, self.head_dim)
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
+    def pages_in(self, num_bytes: int) -> int:
+        return max(num_bytes // self.page_bytes, 1)
 
 
-class TextKVPool:
+class KVPool:
+    """K and V of `num_pages` pages over all layers."""
+
+    def __init__(self, shape: KVShape, num_pages: int) -> None:
+        self.shape = shape
+        size = (shape.num_layers, 2, shape.num_kv_heads, num_pages, shape.page_size, shape.head_dim)
+        self.tensor = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """(K, V) of one layer, each [Hkv, pages, page_size, D]."""
+        return self.tensor[index, 0], self.tensor[index, 1]
+
+    @cached_property
+    def arrays(self) -> list[tuple[Any, Any]]:
+        """Per layer (K, V) as numpy views [Hkv, slots, D], for the compiled CPU kernels."""
+        return [(k.numpy(), v.numpy()) for k, v in self.tensor.flatten(3, 4).unbind(0)]
+
+
+class TextKVPool(KVPool):
     """Paged K/V of text tokens; `pages` says who holds which page."""
 
     def __init__(self, shape: KVShape, num_bytes: int) -> None:
-        self.shape = shape
-        self.pages = PagePool(max(num_bytes // shape.page_bytes, 1))
-        self.tensor = shape.allocate(self.pages.num_pages)
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """(K, V) of one layer, each [Hkv, pages, page_size, D]."""
-        return self.tensor[index, 0], self.tensor[index, 1]
+        super().__init__(shape, shape.pages_in(num_bytes))
+        self.pages = PagePool(shape.pages_in(num_bytes))
 
 
-class VisionKVPool:
+class VisionKVPool(KVPool):
     """K/V of images, each stored once at local positions under its digest (`index`)."""
 
     def __init__(self, shape: KVShape, num_bytes: int) -> None:
-        self.shape = shape
-        num_pages = max(num_bytes // shape.page_bytes, 1)
-        self.index = VisionIndex(num_pages, shape.page_size)
-        self.tensor = shape.allocate(num_pages)
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """(K, V) of one layer, each [Hkv, pages, page_size, D]."""
-        return self.tensor[index, 0], self.tensor[index, 1]
-
-    def write(self, pages: list[int], layer: int, k: Tensor, v: Tensor) -> None:
-        """Store one image's k, v [n, Hkv, D] of one layer in its pages."""
-        size = self.shape.page_size
-        slots = torch.tensor([p * size + o for p in pages for o in range(size)])[: len(k)]
-        for pool, new in zip(self.layer(layer), (k, v), strict=True):
-            flat = pool.view(pool.shape[0], -1, pool.shape[3])
-            flat[:, slots.to(flat.device)] = new.transpose(0, 1).to(pool.dtype)
+        super().__init__(shape, shape.pages_in(num_bytes))
+        self.index = VisionIndex(shape.pages_in(num_bytes), shape.page_size)

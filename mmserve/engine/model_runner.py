@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
 from mmserve.config import CacheConfig
-from mmserve.engine.plan import build_step
+from mmserve.engine.plan import build_image, build_step
+from mmserve.kernels import int8
 from mmserve.kernels.reference import rope_table
 from mmserve.model import attention
 from mmserve.model.fuse import fuse
@@ -27,12 +28,22 @@ class Logits(NamedTuple):
     values: Tensor
 
 
+def resolve_dtype(name: str, device: torch.device) -> str:
+    """`auto` is int8 on a CPU that multiplies bytes, else float32. Raises ValueError."""
+    fits = device.type == "cpu" and int8.supported()
+    if name == "auto":
+        return "int8" if fits else "float32"
+    if name not in ("float32", "int8"):
+        raise ValueError(f"dtype {name!r} is none of auto, float32, int8")
+    if name == "int8" and not fits:
+        raise ValueError("dtype int8 needs a CPU with byte dot products (AVX-512 or AVX VNNI)")
+    return name
+
+
 class ModelRunner:
     """Runs images and text of one step. Fuses `loaded.lm` in place."""
 
-    def __init__(
-        self, loaded: LoadedModel, cache: CacheConfig, *, weights: str, max_model_len: int
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, cache: CacheConfig, *, dtype: str) -> None:
         self.lm: Any = loaded.lm
         self.vision_model = loaded.vision
         config = self.lm.config
@@ -41,7 +52,8 @@ class ModelRunner:
         )
         parameter = next(self.lm.parameters())
         self.device = parameter.device
-        self.table = rope_table(max_model_len, head_dim, config.rope_parameters["rope_theta"])
+        theta = config.rope_parameters["rope_theta"]
+        self.table = rope_table(loaded.spec.max_model_len, head_dim, theta)
         self.table = self.table.to(self.device)
         shape = KVShape(
             num_layers=config.num_hidden_layers,
@@ -53,9 +65,12 @@ class ModelRunner:
         )
         self.text = TextKVPool(shape, cache.text_bytes)
         self.vision = VisionKVPool(shape, cache.vision_bytes)
+        eos = config.eos_token_id
+        self.eos_token_ids: list[int] = eos if isinstance(eos, list) else [eos]
         attention.register()
         self.lm.config._attn_implementation = attention.NAME
-        fuse(self.lm, table=self.table, weights=weights)
+        self.dtype = resolve_dtype(dtype, self.device)
+        fuse(self.lm, table=self.table, weights=self.dtype)
 
     @torch.inference_mode()
     def encode(self, job: ImageJob, pixels: Tensor) -> None:
@@ -65,9 +80,10 @@ class ModelRunner:
         to the last bit, whatever else waits.
         """
         embeds = self.vision_model.encode(pixels.to(self.device))  # [1, n, hidden]
-        step = attention.ImageStep(job.pages, self.vision)
-        positions = torch.arange(embeds.shape[1], device=self.device)[None]
-        self._forward(embeds, positions, step)
+        count = embeds.shape[1]
+        plan = build_image(job.pages, count, self.table, self.vision.shape.page_size)
+        positions = torch.arange(count, device=self.device)[None]
+        self._forward(embeds, positions, attention.Step(plan, self.vision, self.vision))
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Logits | None:
@@ -76,7 +92,7 @@ class ModelRunner:
             return None
         step_input = build_step(batch.chunks, self.table, self.text.shape.page_size)
         embeds = self.lm.get_input_embeddings()(step_input.token_ids)[None]
-        step = attention.TextStep(step_input.plan, self.text, self.vision)
+        step = attention.Step(step_input.plan, self.text, self.vision)
         hidden = self._forward(embeds, step_input.positions[None], step)
         sampling = [i for i, c in enumerate(step_input.order) if c.samples]
         if not sampling:

@@ -27,8 +27,10 @@ class StepInput(NamedTuple):
 
 
 def _pad(rows: list[list[int]], device: torch.device) -> Tensor:
+    """Rows of page ids as one [rows, longest] int64 tensor, filled up with 0."""
     width = max((len(r) for r in rows), default=0)
-    return torch.tensor([r + [0] * (width - len(r)) for r in rows], dtype=torch.long).to(device)
+    filled = [r + [0] * (width - len(r)) for r in rows]
+    return torch.tensor(filled, dtype=torch.long, device=device).view(len(rows), width)
 
 
 def _group(chunks: list[Chunk], start: int, table: Tensor, page_size: int) -> QueryGroup:
@@ -58,8 +60,8 @@ def _group(chunks: list[Chunk], start: int, table: Tensor, page_size: int) -> Qu
         start=start,
         num_seqs=len(chunks),
         num_queries=num_queries,
-        text_pages=_pad(pages, device),
-        text_hi=torch.tensor([list(r) for r in hi], device=device),
+        pages=_pad(pages, device),
+        hi=torch.tensor([list(r) for r in hi], device=device),
         image_pages=_pad(image_pages, device),
         image_len=torch.tensor(lengths, dtype=torch.long, device=device),
         image_row=torch.tensor(rows, dtype=torch.long, device=device),
@@ -69,8 +71,8 @@ def _group(chunks: list[Chunk], start: int, table: Tensor, page_size: int) -> Qu
             device=device,
         ),
         image_seen=torch.tensor(seen, dtype=torch.bool, device=device).view(-1, num_queries),
-        cos=cos[:, None, None],
-        sin=-sin[:, None, None],  # the angle is -base
+        cos=cos,
+        sin=-sin,  # the angle is -base
         max_images=max_images,
     )
 
@@ -96,5 +98,31 @@ def build_step(chunks: list[Chunk], table: Tensor, page_size: int) -> StepInput:
             last.append(len(token_ids) - 1)
     device = table.device
     flat = torch.tensor([token_ids, positions, slots], dtype=torch.long).to(device)
-    plan = AttentionPlan(slots=flat[2], groups=tuple(groups))
+    cos, sin = table[flat[1]].unbind(1)
+    plan = AttentionPlan(slots=flat[2], cos=cos, sin=sin, groups=tuple(groups))
     return StepInput(flat[0], flat[1], decode + prefill, torch.tensor(last).to(device), plan)
+
+
+def build_image(pages: list[int], num_tokens: int, table: Tensor, page_size: int) -> AttentionPlan:
+    """The plan of one image alone in its vision pages: all of it reads all of it."""
+    device = table.device
+    slots = [page * page_size + offset for page in pages for offset in range(page_size)]
+    none = torch.zeros(0, dtype=torch.long, device=device)
+    cos, sin = table[:num_tokens].unbind(1)
+    group = QueryGroup(
+        start=0,
+        num_seqs=1,
+        num_queries=num_tokens,
+        pages=torch.tensor([pages], device=device),
+        hi=torch.full((1, num_tokens), num_tokens, device=device),
+        image_pages=none.view(0, 0),
+        image_len=none,
+        image_row=none,
+        image_slot=none,
+        image_seen=none.bool().view(0, num_tokens),
+        cos=cos[:0],
+        sin=sin[:0],
+        max_images=0,
+    )
+    flat = torch.tensor(slots[:num_tokens], device=device)
+    return AttentionPlan(slots=flat, cos=cos, sin=sin, groups=(group,))

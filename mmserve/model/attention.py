@@ -1,57 +1,38 @@
 """Our attention inside transformers' models.
 
-Owns the registration under the name "mmserve" and the two kinds of step a model call can be: text
-over both pools, or images alone. Knows nothing of sequences or scheduling. The step travels as the
-keyword argument `step` of the model call, which transformers hands on to the attention function.
+Owns the registration under the name "mmserve" and `Step`, what one model call reads and writes.
+Knows nothing of sequences or scheduling. The step travels as the keyword argument `step` of the
+model call, which transformers hands on to every layer and to the attention function.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mmserve.cache.kv_pool import TextKVPool, VisionKVPool
+from mmserve.cache.kv_pool import KVPool
 from mmserve.kernels import reference
 
 NAME = "mmserve"
 
 
-class Step(Protocol):
-    """One model call's attention."""
+@dataclass(frozen=True)
+class Step:
+    """One model call's attention: `own` is written at the plan's slots and read with `vision`."""
+
+    plan: reference.AttentionPlan
+    own: KVPool
+    vision: KVPool
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [T, H, D], k and v [T, Hkv, D], rotated -> [T, H, D]; stores k and v."""
-        ...
-
-
-@dataclass(frozen=True)
-class TextStep:
-    """Text tokens of many sequences, reading text pages and the images before them."""
-
-    plan: reference.AttentionPlan
-    text: TextKVPool
-    vision: VisionKVPool
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        text = self.text.layer(layer)
-        for pool, new in zip(text, (k, v), strict=True):
+        own = self.own.layer(layer)
+        for pool, new in zip(own, (k, v), strict=True):
             reference.write_kv(pool, self.plan.slots, new)
-        return reference.paged_attention(q, self.plan, text, self.vision.layer(layer), scale)
-
-
-@dataclass(frozen=True)
-class ImageStep:
-    """One image alone at local positions, written to its pages of the vision pool."""
-
-    pages: list[int]
-    vision: VisionKVPool
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        self.vision.write(self.pages, layer, k, v)
-        return reference.image_attention(q[None], k[None], v[None], scale)[0]
+        return reference.paged_attention(q, self.plan, own, self.vision.layer(layer), scale)
 
 
 def mmserve_attention(

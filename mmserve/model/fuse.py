@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmserve.kernels import int8
+from mmserve.model.cpu_layer import CPULayer
 
 PACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -58,8 +59,9 @@ class Pack:
 
     def compute(self, x: Tensor) -> Tensor:
         assert not self.outputs, "the last packed outputs were not collected"
-        first, *self.outputs = self.linear(x).split(self.sizes, -1)
-        return first
+        outputs: list[Tensor] = list(self.linear(x).split(self.sizes, -1))
+        self.outputs = outputs[1:]
+        return outputs[0]
 
 
 class PackedFirst(nn.Module):
@@ -125,6 +127,11 @@ def _pack(parent: nn.Module, names: tuple[str, ...], kind: type[nn.Module]) -> N
 def fuse(lm: Any, *, table: Tensor, weights: str) -> None:
     """Fuse a causal LM in place. `weights` is "int8" or "dense"; `table` is `rope_table`'s."""
     kind: type[nn.Module] = Int8Linear if weights == "int8" else DenseLinear
+    if weights == "int8":
+        layers = lm.model.layers
+        for index, layer in enumerate(layers):
+            if CPULayer.fits(layer):
+                layers[index] = CPULayer(layer)
     for parent in list(lm.modules()):
         for names in PACKS:
             if all(isinstance(getattr(parent, name, None), nn.Linear) for name in names):

@@ -3,14 +3,16 @@
 Owns the waiting and running queues, admission, chunked prefill, preemption and the sequences' page
 references. Knows nothing of tensors, weights or sockets.
 
-Progress: running sequences are kept in order of arrival and only a later one is preempted for an
-earlier one, so the earliest always moves; a sequence takes all its images' pages or none, so two
-can never wait for each other; and `check_admissible` has proved that each fits alone.
+Progress: running sequences are kept in order of arrival (prefills without output count as latest of
+all) and only a later one is preempted for an earlier one, so the earliest always moves; a sequence
+takes all its images' pages or none, so two can never wait for each other; and `check_admissible`
+has proved that each fits alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from mmserve.cache.page_pool import PagePool
 from mmserve.cache.radix_cache import RadixCache
@@ -19,6 +21,21 @@ from mmserve.config import SchedulerConfig
 from mmserve.errors import ContextLengthExceededError, QueueFullError
 from mmserve.request import Request, Sequence, SequenceStatus
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
+
+
+def _rank(seq: Sequence) -> tuple[bool, float]:
+    return seq.request.prefill_only, seq.request.arrival
+
+
+@dataclass
+class Counts:
+    """What happened since the counts were last taken."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0  # text tokens
+    prefix_hits: int = 0  # text tokens
+    image_queries: int = 0  # images
+    image_hits: int = 0  # images
 
 
 class Scheduler:
@@ -42,9 +59,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.num_preemptions = 0
-        self.prefix_queries = 0  # text tokens
-        self.prefix_hits = 0  # text tokens
+        self._counts = Counts()
 
     # -- admission ------------------------------------------------------------------------------
 
@@ -63,10 +78,10 @@ class Scheduler:
                 f"The prompt has {asked} tokens ({share}); the context limit is "
                 f"{self.max_model_len}, and one is needed for the answer."
             )
-        capacity = self.text.num_pages * self.page_size
-        if num_prompt + 1 > capacity:
+        if num_prompt + 1 > self.text_capacity:
             raise ContextLengthExceededError(
-                f"The prompt has {num_prompt} text tokens; the text KV pool holds {capacity}."
+                f"The prompt has {num_prompt} text tokens; the text KV pool holds "
+                f"{self.text_capacity}."
             )
         images = {image.digest: image.num_tokens for image in request.images}
         pages = sum(-(-tokens // self.page_size) for tokens in images.values())
@@ -77,7 +92,20 @@ class Scheduler:
             )
 
     def add(self, seq: Sequence) -> None:
+        """Queue by rank: a prefill without output waits behind every real turn."""
         self.waiting.append(seq)
+        if len(self.waiting) > 1 and _rank(seq) < _rank(self.waiting[-2]):
+            self.waiting = deque(sorted(self.waiting, key=_rank))
+
+    def take_counts(self) -> Counts:
+        """The counts since the last call."""
+        counts, self._counts = self._counts, Counts()
+        return counts
+
+    @property
+    def text_capacity(self) -> int:
+        """Text tokens the pool holds."""
+        return self.text.num_pages * self.page_size
 
     @property
     def num_waiting(self) -> int:
@@ -100,7 +128,7 @@ class Scheduler:
             seq = self.waiting.popleft()
             seq.status = SequenceStatus.RUNNING
             self.running.append(seq)
-            self.running.sort(key=lambda s: s.request.arrival)
+            self.running.sort(key=_rank)
             self._add_chunk(batch, seq)
         batch.chunks = [c for c in batch.chunks if c.seq.status is SequenceStatus.RUNNING]
         return batch
@@ -121,7 +149,7 @@ class Scheduler:
         pages = list(matched.pages) if matched else []
         self.text.retain(pages)
         missing = self._pages_for(seq.num_tokens) - len(pages)
-        if missing > self.text.num_free + self._evictable():
+        if missing > self.text.num_free and missing > self.text.num_free + self._evictable():
             self.text.release(pages)
             self._release_images(seq)
             return False
@@ -132,8 +160,10 @@ class Scheduler:
         if seq.status is SequenceStatus.WAITING:
             seq.num_cached_tokens = seq.num_computed_tokens
             seq.missing_images = frozenset(acquired.missing)
-            self.prefix_queries += seq.num_tokens
-            self.prefix_hits += seq.num_cached_tokens
+            self._counts.prefix_queries += seq.num_tokens
+            self._counts.prefix_hits += seq.num_cached_tokens
+            self._counts.image_queries += len(seq.images)
+            self._counts.image_hits += len(seq.images) - len(acquired.missing)
         return True
 
     def _add_chunk(self, batch: Batch, seq: Sequence) -> None:
@@ -193,7 +223,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the head of the queue; its computed pages stay findable until evicted."""
-        self.num_preemptions += 1
+        self._counts.preemptions += 1
         self._give_back(seq)
         seq.status = SequenceStatus.PREEMPTED
         self.running.remove(seq)

@@ -1,0 +1,172 @@
+"""The command line: `mmserve serve`, `mmserve chat`, `mmserve bench`.
+
+Owns flags, the environment and their way into the configuration tree; nothing below reads either.
+Flags use vLLM's words where it has one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from mmserve import __version__
+from mmserve.config import (
+    CacheConfig,
+    Config,
+    EngineConfig,
+    ImageLimits,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+
+
+def _size(text: str) -> int:
+    """Bytes from `512M`, `2GiB` or a plain number."""
+    units = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    factor = units.get(number[-1:], 1)
+    try:
+        value = int(float(number.rstrip("kmgt")) * factor)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 2G") from None
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive size")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    model, cache, steps = ModelConfig(), CacheConfig(), SchedulerConfig()
+    add = parser.add_argument
+    add("--model", default=model.model, help="a name in configs/models/ or a JSON like those")
+    add("--served-model-name", help="the id in /v1/models (default: the model's own name)")
+    add("--dtype", default=model.dtype, choices=("auto", "float32", "int8"), help="weights")
+    add("--device", default=model.device, choices=("auto", "cpu", "cuda"))
+    add("--no-lora", action="store_true", help="serve the base model's own text weights")
+    add("--max-model-len", type=_count, help="tokens, text and image")
+    add("--num-threads", type=_count, help="CPU threads (default: PyTorch's choice)")
+    add("--cache-dir", type=Path, help="where fetched weights live (default: ~/.cache/mmserve)")
+    add("--kv-cache-memory-bytes", type=_size, default=cache.text_bytes, help="text KV pool")
+    add("--vision-kv-cache-memory-bytes", type=_size, default=cache.vision_bytes)
+    add("--no-enable-prefix-caching", action="store_true")
+    add("--max-num-seqs", type=_count, default=steps.max_num_seqs)
+    add("--max-num-batched-tokens", type=_count, default=steps.max_num_batched_tokens)
+    add(
+        "--limit-mm-per-prompt",
+        type=_count,
+        default=ImageLimits.max_images,
+        metavar="N",
+        help="images in one request",
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's part of the configuration from parsed flags."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    cache_dir = args.cache_dir or (Path(base) / "mmserve" if base else None)
+    return EngineConfig(
+        model=ModelConfig(
+            model=args.model,
+            served_name=args.served_model_name,
+            dtype=args.dtype,
+            device=args.device,
+            lora=not args.no_lora,
+            max_model_len=args.max_model_len,
+            num_threads=args.num_threads,
+            cache_dir=cache_dir,
+        ),
+        cache=CacheConfig(
+            text_bytes=args.kv_cache_memory_bytes,
+            vision_bytes=args.vision_kv_cache_memory_bytes,
+            prefix_caching=not args.no_enable_prefix_caching,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+        ),
+        images=ImageLimits(max_images=args.limit_mm_per_prompt),
+    )
+
+
+def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    keys = list(args.api_key or [])
+    if args.api_key_file:
+        keys += args.api_key_file.read_text().split()
+    keys += os.environ.get("MMSERVE_API_KEY", "").split()
+    return tuple(keys)
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from mmserve.engine.async_engine import AsyncEngine
+    from mmserve.server.runner import serve
+
+    server = ServerConfig(
+        host=args.host,
+        port=args.port,
+        api_keys=_api_keys(args),
+        allow_origins=tuple(args.allow_origin or ()),
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+    )
+    config = Config(engine_config(args), server)
+    serve(config.server, AsyncEngine(config.engine))
+
+
+def _chat(args: argparse.Namespace) -> None:
+    from mmserve.chat import chat
+
+    *files, question = args.words
+    chat(engine_config(args), [Path(f) for f in files], question, args.max_tokens)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mmserve", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    serve = commands.add_parser("serve", help="the HTTP and WebSocket server with the chat page")
+    border = ServerConfig()
+    serve.add_argument("--host", default=border.host)
+    serve.add_argument("--port", type=int, default=border.port)
+    serve.add_argument("--api-key", action="append", help="may be given several times")
+    serve.add_argument("--api-key-file", type=Path, help="keys separated by white space")
+    serve.add_argument("--allow-origin", action="append", metavar="ORIGIN")
+    serve.add_argument("--ssl-certfile")
+    serve.add_argument("--ssl-keyfile")
+    _add_engine_flags(serve)
+    serve.set_defaults(run=_serve)
+
+    chat = commands.add_parser("chat", help="one answer about some pictures, without a server")
+    chat.add_argument(
+        "words", nargs="+", metavar="FILE… QUESTION", help="pictures, then a question"
+    )
+    chat.add_argument("--max-tokens", type=_count, default=200)
+    _add_engine_flags(chat)
+    chat.set_defaults(run=_chat)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    from mmserve.model.fetch import ModelUnavailableError
+
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        args.run(args)
+    except (ValueError, OSError, ModelUnavailableError) as error:  # said in one sentence
+        sys.exit(f"mmserve: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The engine's asyncio face: prepare, submit, stream, abort.
+
+Owns the engine thread and the hand-over between it and the event loop. Knows nothing of JSON or
+HTTP. The thread alone touches the engine; the loop sends it commands and receives events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from mmserve.config import EngineConfig, ImageLimits
+from mmserve.engine.engine import Engine, Event
+from mmserve.engine.sampler import validate
+from mmserve.errors import (
+    ContextLengthExceededError,
+    EngineUnavailableError,
+    TooManyImagesError,
+)
+from mmserve.metrics import Metrics
+from mmserve.model.loader import load_model
+from mmserve.prompt import ImagePart, Message, Prompt
+from mmserve.request import FinishReason, ImageInput, Request, SamplingParams, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 10.0  # no progress for so long is reported
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a server tells its clients about the model."""
+
+    name: str
+    max_model_len: int
+    image_tokens: int
+    image_limits: ImageLimits
+    created: int
+    default_temperature: float = 0.0  # a small model babbles when it is sampled at 1
+
+
+class Generation:
+    """The events of one submitted request, for one reader."""
+
+    def __init__(self, id: str, abort: Callable[[str], None]) -> None:
+        self.id = id
+        self._abort = abort
+        self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+
+    def put(self, event: TokenEvent) -> None:
+        self._events.put_nowait(event)
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        while True:
+            event = await self._events.get()
+            yield event
+            if event.finish_reason is not None:
+                return
+
+    def abort(self) -> None:
+        """Stop within one step; the last event then says ABORT. Harmless after the end."""
+        self._abort(self.id)
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the model (fetching it the first time) and build an engine around it."""
+    if config.model.num_threads is not None:
+        torch.set_num_threads(config.model.num_threads)
+    return Engine(config, load_model(config.model))
+
+
+class AsyncEngine:
+    """`status` goes from loading to ok, then draining and dead."""
+
+    def __init__(
+        self, config: EngineConfig, build: Callable[[EngineConfig], Engine] = build_engine
+    ) -> None:
+        self.config = config
+        self.status = "loading"
+        self._build = build
+        self._engine: Engine | None = None
+        self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._generations: dict[str, Generation] = {}
+        self._thread: threading.Thread | None = None
+        # Decoding images is most of preparation; two at a time leave the step loop its cores.
+        self._workers = ThreadPoolExecutor(2, thread_name_prefix="prepare")
+
+    async def start(self) -> None:
+        """Load the model and start stepping. Raises what loading raises."""
+        self._engine = await asyncio.to_thread(self._build, self.config)
+        spec = self._engine.spec
+        self.info = ModelInfo(
+            name=self.config.model.served_name or spec.name,
+            max_model_len=spec.max_model_len,
+            image_tokens=spec.num_image_tokens,
+            image_limits=self.config.images,
+            created=int(time.time()),
+        )
+        loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="engine", daemon=True)
+        self._thread.start()
+        self.status = "ok"
+
+    async def stop(self) -> None:
+        """End every request and the thread."""
+        self.status = "draining"
+        if self._thread is not None:
+            self._commands.put(lambda engine: engine.abort_all(FinishReason.ABORT))
+            self._commands.put(None)
+            await asyncio.to_thread(self._thread.join)
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self.status = "dead"
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind; read its counts, change nothing."""
+        if self._engine is None:
+            raise EngineUnavailableError("The model is still loading.", code="model_loading")
+        return self._engine
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.engine.metrics
+
+    async def prepare(self, messages: Sequence[Message], *, continue_final: bool = False) -> Prompt:
+        """Check and identify the images, decode unknown ones, render the conversation.
+
+        Raises `RequestError`s, images' with the `param` of their part.
+        """
+        engine = self.engine
+        parts = [p for m in messages for p in m.parts if isinstance(p, ImagePart)]
+        limit = self.config.images.max_images
+        if len(parts) > limit:
+            raise TooManyImagesError(
+                f"The conversation has {len(parts)} images; the limit is {limit}.",
+                param=parts[limit].param,
+            )
+        # A prompt that cannot fit is refused before any image of it is decoded.
+        floor = len(parts) * engine.spec.num_image_tokens
+        if floor >= engine.max_model_len:
+            raise ContextLengthExceededError(
+                f"The {len(parts)} images take {floor} tokens; the context limit is "
+                f"{engine.max_model_len}."
+            )
+        loop = asyncio.get_running_loop()
+        images: list[ImageInput] = await asyncio.gather(
+            *(
+                loop.run_in_executor(self._workers, engine.pipeline.prepare, p.data, p.param)
+                for p in parts
+            )
+        )
+        return await loop.run_in_executor(
+            self._workers,
+            lambda: engine.template.render(messages, images, continue_final=continue_final),
+        )
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        prefill_only: bool = False,
+    ) -> Generation:
+        """Queue a generation. Raises ContextLengthExceededError, QueueFullError,
+        EngineUnavailableError or, for parameters out of range, RequestError."""
+        engine = self.engine
+        if self.status != "ok":
+            raise EngineUnavailableError(f"The engine is {self.status}.", code="shutting_down")
+        validate(params, engine.tokenizer.vocab_size)
+        request = Request(request_id, prompt.segments, params, prefill_only)
+        engine.scheduler.check_admissible(request, prompt.num_text_tokens, prompt.num_image_tokens)
+        assert request_id not in self._generations, "request ids are unique"
+        generation = Generation(request_id, self._abort)
+        self._generations[request_id] = generation
+        self._commands.put(lambda engine: engine.add(request))
+        return generation
+
+    def _abort(self, request_id: str) -> None:
+        if request_id in self._generations:
+            self._commands.put(lambda engine: engine.abort(request_id))
+
+    def _dispatch(self, events: list[Event]) -> None:
+        for request_id, event in events:
+            generation = self._generations.get(request_id)
+            if generation is None:
+                continue
+            if event.finish_reason is not None:
+                del self._generations[request_id]
+            generation.put(event)
+
+    # -- the engine thread ----------------------------------------------------------------------
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        engine = self.engine
+        moved = time.monotonic()
+        while self._take_commands(engine):
+            try:
+                events = engine.step()
+            except Exception:
+                logger.exception("a step failed; its requests end with an error")
+                engine.abort_all(FinishReason.ERROR, "The engine failed; please try again.")
+                continue
+            if events:
+                moved = time.monotonic()
+                loop.call_soon_threadsafe(self._dispatch, events)
+            elif not engine.has_work:
+                moved = time.monotonic()
+            elif time.monotonic() - moved > STALL_S:
+                logger.error("no progress for %.0f s: %s", STALL_S, engine.describe())
+                moved = time.monotonic()
+        loop.call_soon_threadsafe(self._dispatch, engine.step())
+
+    def _take_commands(self, engine: Engine) -> bool:
+        """Obey what has been sent; wait if there is nothing else to do. False: stop."""
+        block = not engine.has_work
+        while True:
+            try:
+                command = self._commands.get(block)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(engine)
+            block = False

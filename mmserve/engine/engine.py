@@ -1,0 +1,226 @@
+"""The engine: one step = schedule, encode images, run text, sample, commit.
+
+Owns the scheduler, the runner and the live requests; all of it belongs to one thread. Knows nothing
+of asyncio, JSON or sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from mmserve.cache.radix_cache import RadixCache
+from mmserve.config import EngineConfig
+from mmserve.engine.live import Live
+from mmserve.engine.model_runner import ModelRunner
+from mmserve.engine.sampler import Sampler
+from mmserve.engine.vision_pipeline import VisionPipeline
+from mmserve.metrics import Metrics
+from mmserve.model.loader import LoadedModel
+from mmserve.prompt import ChatTemplate
+from mmserve.request import FinishReason, Request, Sequence, TokenEvent
+from mmserve.scheduler.batch import Batch, ImageJob
+from mmserve.scheduler.scheduler import Scheduler
+from mmserve.tokenizer import Tokenizer
+from mmserve.vision.preprocess import fingerprint
+
+logger = logging.getLogger(__name__)
+
+PAGES_EVERY_S = 0.25  # counting evictable pages walks the whole prefix tree
+
+Event = tuple[str, TokenEvent]  # (request id, what happened)
+
+
+class Engine:
+    """Requests in (`add`, `abort`), events out (`step`)."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
+        spec = loaded.spec
+        self.spec = spec
+        self.max_model_len = spec.max_model_len
+        self.metrics = Metrics()
+        self.runner = ModelRunner(loaded, config.cache, dtype=config.model.dtype)
+        names = map(loaded.tokenizer.id_to_token, self.runner.eos_token_ids)
+        self.tokenizer = Tokenizer(loaded.tokenizer, [name for name in names if name])
+        self.template = ChatTemplate(
+            self.tokenizer,
+            system=spec.system_prompt,
+            image_prefix=spec.image_prefix,
+            image_suffix=spec.image_suffix,
+        )
+        text, vision = self.runner.text, self.runner.vision
+        page_size = config.cache.page_size
+        self.scheduler = Scheduler(
+            config.scheduler,
+            text=text.pages,
+            vision=vision.index,
+            radix=RadixCache(text.pages, page_size) if config.cache.prefix_caching else None,
+            page_size=page_size,
+            max_model_len=spec.max_model_len,
+        )
+        self.pipeline = VisionPipeline(
+            config.images,
+            size=spec.image_size,
+            num_tokens=spec.num_image_tokens,
+            settings_id=fingerprint(
+                ("weights", spec.weights_id),
+                ("dtype", self.runner.dtype.encode()),
+                ("size", str(spec.image_size).encode()),
+            ),
+            is_resident=self._resident,
+            on_decode=self.metrics.image_decodes.inc,
+        )
+        self._sampler = Sampler()
+        self._live: dict[str, Live] = {}
+        self._outbox: list[Event] = []
+        self._pages_at = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._outbox)
+
+    def add(self, request: Request) -> None:
+        """Queue an admissible request (`Scheduler.check_admissible`)."""
+        seq = Sequence(request)
+        room = min(self.max_model_len - seq.length, self.scheduler.text_capacity - seq.num_tokens)
+        asked = request.params.max_tokens
+        limit = room if asked is None else min(asked, room)
+        self._live[request.id] = Live(seq, self.tokenizer, limit)
+        self.scheduler.add(seq)
+        self.metrics.prompt_tokens.inc(seq.length)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; unknown or ended ids are ignored."""
+        if request_id in self._live:
+            self._finish(self._live[request_id], FinishReason.ABORT)
+
+    def abort_all(self, reason: FinishReason, error: str | None = None) -> None:
+        for live in list(self._live.values()):
+            self._finish(live, reason, error)
+
+    def step(self) -> list[Event]:
+        """Advance every scheduled sequence; returns what happened since the last call."""
+        started = time.monotonic()
+        batch = self.scheduler.schedule()
+        for chunk in batch.chunks:
+            clock = self._live[chunk.seq.id].clock
+            clock.scheduled = clock.scheduled or started
+        for job in batch.images:
+            self._encode(job)
+        if batch:
+            self._run(batch)
+            self._count(batch, time.monotonic() - started)
+        self._observe()
+        events, self._outbox = self._outbox, []
+        return events
+
+    # -- parts of a step ------------------------------------------------------------------------
+
+    def _encode(self, job: ImageJob) -> None:
+        """Write one image's KV; a failure ends the requests that need it and no others."""
+        started = time.monotonic()
+        digest = job.image.digest
+        holders = [
+            live
+            for live in self._live.values()
+            if any(p.image.digest == digest and p.pages for p in live.seq.images)
+        ]
+        try:
+            self.runner.encode(job, self.pipeline.pixels(job.image))
+        except Exception:
+            logger.exception("encoding an image failed")
+            self.runner.vision.index.discard(digest)
+            for live in holders:
+                self._finish(live, FinishReason.ERROR, "The image could not be encoded.")
+            return
+        self.runner.vision.index.mark_ready(digest)
+        self.metrics.vision_encoder_runs.inc()
+        self.metrics.vision_kv_writes.inc()
+        for live in holders:
+            live.clock.scheduled = live.clock.scheduled or started
+            live.clock.image_s += time.monotonic() - started
+
+    def _run(self, batch: Batch) -> None:
+        batch.chunks = [c for c in batch.chunks if not c.seq.finished]
+        logits = self.runner.run(batch)
+        for chunk in batch.chunks:
+            self.scheduler.advance(chunk)
+            if chunk.samples and chunk.seq.request.prefill_only:
+                self._finish(self._live[chunk.seq.id], FinishReason.STOP)
+        if logits is None:
+            return
+        live = [self._live[chunk.seq.id] for chunk in logits.chunks]
+        tokens = self._sampler.sample(logits.values, [item.sampling for item in live])
+        for item, token in zip(live, tokens, strict=True):
+            before = item.clock.last_token
+            event = item.push(token)
+            self._outbox.append((item.request.id, event))
+            self._observe_token(item, before)
+            if event.finish_reason is not None:
+                self._retire(item)
+
+    def _finish(self, live: Live, reason: FinishReason, error: str | None = None) -> None:
+        self._outbox.append((live.request.id, live.end(reason, error)))
+        self._retire(live)
+
+    def _retire(self, live: Live) -> None:
+        self.scheduler.finish(live.seq)
+        del self._live[live.request.id]
+        elapsed = time.monotonic() - live.request.arrival
+        self.metrics.e2e_request_latency_seconds.observe(elapsed)
+
+    # -- figures --------------------------------------------------------------------------------
+
+    def _resident(self, digest: bytes) -> bool:
+        entry = self.runner.vision.index.lookup(digest)
+        return entry is not None and entry.ready
+
+    def _observe_token(self, live: Live, before: float | None) -> None:
+        now = live.clock.last_token
+        assert now is not None
+        self.metrics.generation_tokens.inc()
+        if before is None:
+            elapsed = now - live.request.arrival
+            self.metrics.time_to_first_token_seconds.observe(elapsed)
+        else:
+            self.metrics.inter_token_latency_seconds.observe(now - before)
+
+    def _count(self, batch: Batch, seconds: float) -> None:
+        """Share the step's time out by tokens: new tokens to decoding, the rest to prefill."""
+        decoding = sum(c.count for c in batch.chunks if c.count == 1)
+        share = decoding / batch.num_tokens if batch.num_tokens and not batch.images else 0.0
+        self.metrics.decode_seconds.inc(seconds * share)
+        self.metrics.prefill_seconds.inc(seconds * (1 - share))
+
+    def _observe(self) -> None:
+        scheduler, metrics = self.scheduler, self.metrics
+        metrics.num_requests_running.set(len(scheduler.running))
+        metrics.num_requests_waiting.set(scheduler.num_waiting)
+        new = scheduler.take_counts()
+        metrics.num_preemptions.inc(new.preemptions)
+        metrics.prefix_cache_queries.inc(new.prefix_queries)
+        metrics.prefix_cache_hits.inc(new.prefix_hits)
+        metrics.mm_cache_queries.inc(new.image_queries)
+        metrics.mm_cache_hits.inc(new.image_hits)
+        now = time.monotonic()
+        if not self._live or now - self._pages_at > PAGES_EVERY_S:
+            self._pages_at = now
+            self._observe_pages()
+
+    def _observe_pages(self) -> None:
+        text, radix, vision = self.scheduler.text, self.scheduler.radix, self.scheduler.vision
+        cached = radix.evictable_pages if radix else 0
+        active = text.num_pages - text.num_free - cached
+        self.metrics.set_pages("text", active=active, cached=cached, free=text.num_free)
+        held = vision.num_referenced
+        idle = vision.num_used - held
+        self.metrics.set_pages("vision", active=held, cached=idle, free=vision.num_free)
+
+    def describe(self) -> str:
+        """One line for the log of a step loop that stands still."""
+        scheduler = self.scheduler
+        return (
+            f"{len(scheduler.running)} running, {scheduler.num_waiting} waiting, "
+            f"{scheduler.text.num_free} of {scheduler.text.num_pages} text pages and "
+            f"{scheduler.vision.num_free} of {scheduler.vision.num_pages} vision pages free"
+        )

@@ -1,0 +1,129 @@
+"""One request on its way through the engine: from sampled tokens to the events that leave.
+
+Owns the request's text state (detokenizer, stop strings), its end, its clock and its counts. Knows
+nothing of pages, tensors or queues.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from mmserve.engine.detokenizer import IncrementalDetokenizer, StopChecker
+from mmserve.engine.sampler import SampledToken, SamplingState
+from mmserve.request import (
+    FinishReason,
+    Request,
+    Sequence,
+    Timings,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
+from mmserve.tokenizer import Tokenizer
+
+
+@dataclass
+class Clock:
+    """Times of one request in seconds of `time.monotonic`."""
+
+    arrival: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    image_s: float = 0.0  # spent on images of this request
+
+    def timings(self, now: float) -> Timings:
+        scheduled = self.scheduled or now
+        first = self.first_token or now
+        return Timings(
+            queue_ms=1e3 * (scheduled - self.arrival),
+            image_ms=1e3 * self.image_s,
+            prompt_ms=1e3 * (first - scheduled),
+            predicted_ms=1e3 * (now - first),
+        )
+
+
+@dataclass
+class Live:
+    """A request in the engine. `max_tokens` is what the request, context and pool allow."""
+
+    seq: Sequence
+    tokenizer: Tokenizer
+    max_tokens: int
+    sampling: SamplingState = field(init=False)
+    clock: Clock = field(init=False)
+
+    def __post_init__(self) -> None:
+        seq = self.seq
+        self.sampling = SamplingState(self.request.params, seq.token_ids, seq.num_prompt_tokens)
+        self.clock = Clock(self.request.arrival)
+        self._detokenizer = IncrementalDetokenizer(self.tokenizer)
+        self._stop = StopChecker(self.request.params.stop)
+
+    @property
+    def request(self) -> Request:
+        return self.seq.request
+
+    def push(self, sampled: SampledToken) -> TokenEvent:
+        """Take one new token; the event has a finish reason if it is the last."""
+        params, token = self.request.params, sampled.token_id
+        self.seq.append(token)
+        ends = token in params.stop_token_ids or (
+            token in self.tokenizer.eos_token_ids and not params.ignore_eos
+        )
+        text, stop = self._stop.push("" if ends else self._detokenizer.push([token]))
+        reason = FinishReason.STOP if ends or stop is not None else None
+        if reason is None and self.seq.num_output_tokens >= self.max_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None and stop is None:
+            rest, stop = self._stop.push(self._detokenizer.flush())
+            text += rest if stop is not None else rest + self._stop.flush()
+        now = time.monotonic()
+        self.clock.first_token = self.clock.first_token or now
+        self.clock.last_token = now
+        return TokenEvent(
+            text=text,
+            token_ids=(token,),
+            logprobs=self._logprobs(sampled),
+            finish_reason=reason,
+            stop_string=stop,
+            usage=self.usage() if reason else None,
+            timings=self.clock.timings(now) if reason else None,
+        )
+
+    def end(self, reason: FinishReason, error: str | None = None) -> TokenEvent:
+        """The last event of a request that ends without a token."""
+        rest = self._stop.flush() if reason is FinishReason.ABORT else ""
+        timings = self.clock.timings(time.monotonic())
+        return TokenEvent(
+            text=rest, finish_reason=reason, usage=self.usage(), timings=timings, error=error
+        )
+
+    def usage(self) -> Usage:
+        seq = self.seq
+        computed = {
+            p.image.digest: p.image.num_tokens
+            for p in seq.images
+            if p.image.digest in seq.missing_images
+        }
+        cached_images = seq.num_image_tokens - sum(computed.values())
+        return Usage(
+            prompt_tokens=seq.num_prompt_tokens + seq.num_image_tokens,
+            image_tokens=seq.num_image_tokens,
+            cached_tokens=seq.num_cached_tokens + cached_images,
+            cached_image_tokens=cached_images,
+            completion_tokens=seq.num_output_tokens,
+            vision_hits=len(seq.images) - len(computed),
+            vision_misses=len(computed),
+        )
+
+    def _logprobs(self, sampled: SampledToken) -> tuple[TokenLogprob, ...]:
+        if sampled.logprob is None:
+            return ()
+        top = tuple((token, self._text(token), value) for token, value in sampled.top)
+        text = self._text(sampled.token_id)
+        return (TokenLogprob(sampled.token_id, text, sampled.logprob, top),)
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
