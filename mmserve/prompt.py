@@ -21,10 +21,15 @@ class TextPart:
 
 @dataclass(frozen=True)
 class ImagePart:
-    """An encoded image file, and the request field it came from (for error messages)."""
+    """An encoded image file, and the request field it came from (for error messages).
+
+    `earlier`: sent with an earlier request of the conversation; it does not count against the
+    limit of images in one request.
+    """
 
     data: bytes
     param: str | None = None
+    earlier: bool = False
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,11 @@ class AsyncEngine:
         engine = self.engine
         parts = [p for m in messages for p in m.parts if isinstance(p, ImagePart)]
         limit = self.config.images.max_images
-        if len(parts) > limit:
+        new = [p for p in parts if not p.earlier]
+        if len(new) > limit:
             raise TooManyImagesError(
-                f"The conversation has {len(parts)} images; the limit is {limit}.",
-                param=parts[limit].param,
+                f"The request has {len(new)} images; the limit is {limit}.",
+                param=new[limit].param,
             )
         # A prompt that cannot fit is refused before any image of it is decoded.
         floor = len(parts) * engine.spec.num_image_tokens

@@ -145,8 +145,9 @@ class Engine:
         logits = self.runner.run(batch)
         for chunk in batch.chunks:
             self.scheduler.advance(chunk)
-            if chunk.samples and chunk.seq.request.prefill_only:
-                self._finish(self._live[chunk.seq.id], FinishReason.STOP)
+            seq = chunk.seq
+            if seq.request.prefill_only and seq.num_computed_tokens == seq.num_tokens:
+                self._finish(self._live[seq.id], FinishReason.STOP)
         if logits is None:
             return
         live = [self._live[chunk.seq.id] for chunk in logits.chunks]

@@ -181,7 +181,9 @@ class Scheduler:
         count = min(end - start, budget)
         if count <= 0 or not self._ensure_pages(seq, start + count):
             return
-        batch.chunks.append(Chunk(seq, start, count, samples=start + count == seq.num_tokens))
+        whole = start + count == seq.num_tokens
+        samples = whole and not seq.request.prefill_only
+        batch.chunks.append(Chunk(seq, start, count, samples))
 
     def _add_images(self, batch: Batch, seq: Sequence) -> None:
         scheduled = {job.image.digest for job in batch.images}

@@ -81,7 +81,7 @@ class Item:
         for part in self.parts:
             if isinstance(part, StoredImage):
                 param = "previous_response_id" if old else part.param
-                parts.append(ImagePart(await part.blob.read(), param))
+                parts.append(ImagePart(await part.blob.read(), param, earlier=old))
             else:
                 parts.append(part)
         return tuple(parts)
