@@ -44,6 +44,18 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 (any free one) to 65535")
+    return int(text)
+
+
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return Path(text)
+
+
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     model, cache, steps = ModelConfig(), CacheConfig(), SchedulerConfig()
     add = parser.add_argument
@@ -136,12 +148,12 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="the HTTP and WebSocket server with the chat page")
     border = ServerConfig()
     serve.add_argument("--host", default=border.host)
-    serve.add_argument("--port", type=int, default=border.port)
+    serve.add_argument("--port", type=_port, default=border.port)
     serve.add_argument("--api-key", action="append", help="may be given several times")
-    serve.add_argument("--api-key-file", type=Path, help="keys separated by white space")
+    serve.add_argument("--api-key-file", type=_file, help="keys separated by white space")
     serve.add_argument("--allow-origin", action="append", metavar="ORIGIN")
-    serve.add_argument("--ssl-certfile")
-    serve.add_argument("--ssl-keyfile")
+    serve.add_argument("--ssl-certfile", type=_file)
+    serve.add_argument("--ssl-keyfile", type=_file)
     _add_engine_flags(serve)
     serve.set_defaults(run=_serve)
 

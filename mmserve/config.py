@@ -72,8 +72,8 @@ class ServerConfig:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
     max_body_bytes: int = 64 * MIB
     max_frame_bytes: int = 32 * MIB
     max_file_bytes: int = 32 * MIB

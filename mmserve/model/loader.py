@@ -83,9 +83,11 @@ def load_model(cfg: ModelConfig, progress: bool = True) -> LoadedModel:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU."""
+    """`auto` is CUDA where there is one, else the CPU. Raises ValueError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("PyTorch finds no CUDA device on this machine")
     return torch.device(name)
 
 

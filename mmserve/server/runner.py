@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 from types import FrameType
 
 import uvicorn
@@ -23,6 +22,7 @@ from mmserve.server.services import Services
 log = logging.getLogger("mmserve.server")
 
 GRACEFUL_S = 10  # seconds that running answers get after SIGTERM
+BACKLOG = 2048  # connections not yet accepted, as uvicorn has it
 
 
 class SocketProtocol(WebSocketsSansIOProtocol):
@@ -41,15 +41,19 @@ class InsecureBindError(ValueError):
     """Without keys the server listens on loopback only."""
 
 
+class CannotListenError(OSError):
+    """The address is in use, or not ours to take."""
+
+
 class Server(uvicorn.Server):
     """Says when it is ready, and drains from the moment a signal comes.
 
-    `failed` where the engine could not start; the server then exits.
+    `failure` is why the engine could not start; the server then exits.
     """
 
     def __init__(self, config: uvicorn.Config, services: Services) -> None:
         super().__init__(config)
-        self.failed = False
+        self.failure: Exception | None = None
         self._services = services
         self._announcing: asyncio.Task[None] | None = None
 
@@ -72,9 +76,8 @@ class Server(uvicorn.Server):
         assert self._services.started is not None
         try:
             await self._services.started
-        except Exception:
-            log.exception("the engine could not start")
-            self.failed = self.should_exit = True
+        except Exception as error:
+            self.failure, self.should_exit = error, True
         else:
             print(f"mmserve is ready: {self.url()}", flush=True)
 
@@ -103,10 +106,23 @@ def make_server(config: ServerConfig, engine: EngineFace) -> Server:
     )
 
 
+def listen(config: ServerConfig) -> socket.socket:
+    """The listening socket: bound before a model is loaded. Raises `CannotListenError`."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise CannotListenError(f"cannot listen: {error.strerror}") from error
+
+
 def serve(config: ServerConfig, engine: EngineFace) -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM.
+
+    Raises `CannotListenError`, and whatever kept the engine from starting.
+    """
     logging.getLogger("mmserve.access").setLevel(logging.INFO)
     server = make_server(config, engine)
-    server.run()
-    if server.failed:
-        sys.exit(1)
+    with listen(config) as sock:
+        server.run(sockets=[sock])
+    if server.failure is not None:
+        raise server.failure
