@@ -124,8 +124,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple
 
 
 def merge(outs: Tensor, lses: Tensor) -> Tensor:
-    """Join parts by log-sum-exp: outs [B, S, Q, H, D], lses [B, S, Q, H] -> [B, Q, H, D]."""
-    weights = torch.softmax(lses, 1)
+    """Join parts by log-sum-exp: outs [B, S, Q, H, D], lses [B, S, Q, H] -> [B, Q, H, D].
+
+    A query that reads nothing in any part gives 0.
+    """
+    weights = torch.softmax(lses.clamp_min(-1e30), 1)
     return (outs * weights.unsqueeze(-1)).sum(1)
 
 

@@ -1,0 +1,247 @@
+"""Random attention scenes: pools and a plan as the kernels take them, and what must come out.
+
+The answer is worked out in float64, query by query, from unrotated queries and keys and the plain
+rule of who sees whom; nothing of the kernels' arithmetic is used but the order of a head's halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmserve.kernels.reference import AttentionPlan, QueryGroup, rope_table, rotate
+
+THETA = 10_000.0
+
+Key = tuple[int, Tensor, Tensor]  # position, unrotated key and value [Hkv, D]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence: `length` text tokens and images (text index before which each stands, tokens).
+
+    Its queries are the last ones. `whole`: every query reads the whole text, as in an image.
+    """
+
+    length: int
+    images: tuple[tuple[int, int], ...] = ()
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    kv_heads: int = 2
+    group: int = 3
+    dim: int = 16
+    page: int = 16
+
+
+@dataclass
+class Pages:
+    """Hands out page ids of one pool in random order, so that logical neighbours lie apart."""
+
+    ids: list[int]
+    taken: int = 0
+
+    def take(self, tokens: int, page: int) -> list[int]:
+        count = -(-tokens // page)
+        self.taken += count
+        return self.ids[self.taken - count : self.taken]
+
+
+@dataclass
+class _Lists:
+    """A `QueryGroup` in the making."""
+
+    pages: list[list[int]] = field(default_factory=list)
+    hi: list[list[int]] = field(default_factory=list)
+    image_pages: list[list[int]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    bases: list[int] = field(default_factory=list)
+    seen: list[list[bool]] = field(default_factory=list)
+
+
+@dataclass
+class Scene:
+    """`groups`: (queries a sequence, its sequences). `own`, `vision`: (K, V) pools."""
+
+    shape: Shape
+    groups: list[tuple[int, list[Row]]]
+    seed: int = 0
+    own: tuple[Tensor, Tensor] = field(init=False)
+    vision: tuple[Tensor, Tensor] = field(init=False)
+    q: Tensor = field(init=False)  # [T, H, D] rotated at absolute positions
+    plan: AttentionPlan = field(init=False)
+    expected: Tensor = field(init=False)  # [T, H, D] float64
+
+    @property
+    def scale(self) -> float:
+        return float(self.shape.dim**-0.5)
+
+    def __post_init__(self) -> None:
+        self._random = torch.Generator().manual_seed(self.seed)
+        shape, rows = self.shape, [r for _, rs in self.groups for r in rs]
+        text = sum(-(-r.length // shape.page) for r in rows) + 2
+        images = sum(-(-n // shape.page) for r in rows for _, n in r.images) + 2
+        # Whatever nobody wrote is loud: a kernel that reads it is far off.
+        self.own, self.vision = self._pool(text), self._pool(images)
+        self._text, self._image = self._pages(text), self._pages(images)
+        longest = max((r.length + sum(n for _, n in r.images) for r in rows), default=0)
+        self._table = rope_table(longest + 1, shape.dim, THETA)
+        queries: list[Tensor] = []
+        answers: list[Tensor] = []
+        groups = [self._group(q, rs, queries, answers) for q, rs in self.groups]
+        self.q, self.expected = torch.cat(queries), torch.cat(answers)
+        none = torch.zeros(0)
+        self.plan = AttentionPlan(none.long(), none, none, tuple(groups))
+
+    def _pool(self, pages: int) -> tuple[Tensor, Tensor]:
+        shape = self.shape
+        size = (shape.kv_heads, pages, shape.page, shape.dim)
+        return self._randn(*size) * 100, self._randn(*size) * 100
+
+    def _pages(self, count: int) -> Pages:
+        return Pages(torch.randperm(count, generator=self._random).tolist())
+
+    def _randn(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self._random)
+
+    def _turn(self, x: Tensor, positions: list[int]) -> Tensor:
+        """x [T, heads, D] rotated at each token's position."""
+        cos, sin = self._table[torch.tensor(positions, dtype=torch.long)].unbind(1)
+        return rotate(x, cos[:, None], sin[:, None])
+
+    def _group(
+        self, num_queries: int, rows: list[Row], queries: list[Tensor], answers: list[Tensor]
+    ) -> QueryGroup:
+        start = sum(map(len, queries))
+        most = max(sum(at < r.length for at, _ in r.images) for r in rows)
+        group = _Lists()
+        for b, row in enumerate(rows):
+            self._row(group, b, most, num_queries, row, queries, answers)
+        cos, sin = self._table[torch.tensor(group.bases, dtype=torch.long)].unbind(1)
+        return QueryGroup(
+            start=start,
+            num_seqs=len(rows),
+            num_queries=num_queries,
+            pages=pad(group.pages),
+            hi=torch.tensor(group.hi),
+            image_pages=pad(group.image_pages),
+            image_len=torch.tensor(group.lengths, dtype=torch.long),
+            image_row=torch.tensor(group.owners, dtype=torch.long),
+            image_slot=torch.tensor(group.slots, dtype=torch.long),
+            image_seen=torch.tensor(group.seen, dtype=torch.bool).view(-1, num_queries),
+            cos=cos,
+            sin=-sin,
+            max_images=most,
+        )
+
+    def _row(
+        self,
+        group: _Lists,
+        b: int,
+        most: int,
+        num_queries: int,
+        row: Row,
+        queries: list[Tensor],
+        answers: list[Tensor],
+    ) -> None:
+        """Write sequence b's keys and values, ask its queries and answer them."""
+        first = row.length - num_queries
+        asked = range(first, row.length)
+        places = [i + sum(n for at, n in row.images if at <= i) for i in range(row.length)]
+        text, pages = self._keys(row.length, places, self.own, self._text)
+        group.pages.append(pages)
+        group.hi.append([row.length if row.whole else i + 1 for i in asked])
+        images: list[tuple[int, list[Key]]] = []
+        before = 0
+        for slot, (at, n) in enumerate(i for i in row.images if i[0] < row.length):
+            keys, pages = self._keys(n, range(n), self.vision, self._image)
+            images.append((at, [(at + before + p, k, v) for p, k, v in keys]))
+            group.image_pages.append(pages)
+            group.slots.append(b * most + slot)
+            group.owners.append(b)
+            group.lengths.append(n)
+            group.bases.append(at + before)
+            group.seen.append([at <= i for i in asked])
+            before += n
+        q = self._randn(num_queries, self.shape.kv_heads * self.shape.group, self.shape.dim)
+        queries.append(self._turn(q, places[first:]))
+        for i, hi in zip(asked, group.hi[-1], strict=True):
+            read = text[:hi] + [key for at, keys in images if at <= i for key in keys]
+            answers.append(self._answer(q[i - first], places[i], read)[None])
+
+    def _keys(
+        self, count: int, stored_at: Iterable[int], pools: tuple[Tensor, Tensor], pages: Pages
+    ) -> tuple[list[Key], list[int]]:
+        """Write `count` new keys, rotated at `stored_at`; they and their pages."""
+        k, v = (self._randn(count, self.shape.kv_heads, self.shape.dim) for _ in "kv")
+        taken, size = pages.take(count, self.shape.page), self.shape.page
+        for t, new in enumerate(zip(self._turn(k, list(stored_at)), v, strict=True)):
+            for pool, tensor in zip(pools, new, strict=True):
+                pool[:, taken[t // size], t % size] = tensor
+        return list(zip(stored_at, k, v, strict=True)), taken
+
+    def _answer(self, q: Tensor, at: int, read: list[Key]) -> Tensor:
+        """q [H, D] at position `at` over (position, key, value)s, all unrotated -> [H, D]."""
+        positions = torch.tensor([p for p, _, _ in read])
+        keys = turn(torch.stack([k for _, k, _ in read], 1).double(), positions)  # [Hkv, L, D]
+        values = torch.stack([v for _, _, v in read], 1).double()
+        asked = turn(q.double(), torch.tensor(at)).view(len(keys), -1, q.shape[1])
+        scores = asked @ keys.transpose(1, 2) * self.scale
+        return (torch.softmax(scores, -1) @ values).flatten(0, 1)
+
+
+def turn(x: Tensor, positions: Tensor) -> Tensor:
+    """x [..., D] float64 rotated as complex numbers: element i goes with element i + D / 2."""
+    half = x.shape[-1] // 2
+    step = THETA ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = positions[..., None] * step
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((z.real, z.imag), -1)
+
+
+def pad(rows: list[list[int]]) -> Tensor:
+    width = max(map(len, rows), default=0)
+    filled = [r + [0] * (width - len(r)) for r in rows]
+    return torch.tensor(filled, dtype=torch.long).view(len(rows), width)
+
+
+def shapes() -> st.SearchStrategy[Shape]:
+    return st.builds(
+        Shape,
+        kv_heads=st.integers(1, 3),
+        group=st.integers(1, 4),
+        dim=st.sampled_from([2, 6, 16]),
+        page=st.sampled_from([1, 4, 16]),
+    )
+
+
+def lengths(page: int, least: int = 1) -> st.SearchStrategy[int]:
+    """Lengths in tokens, most of them at a page border or one beside it."""
+    borders = [k * page + d for k in range(4) for d in (-1, 0, 1)]
+    return st.sampled_from(sorted({n for n in borders if n >= least} | {least, least + 2}))
+
+
+@st.composite
+def rows(draw: st.DrawFn, page: int, num_queries: int) -> Row:
+    length = draw(lengths(page, num_queries))
+    places = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
+    images = tuple((at, draw(lengths(page))) for at in places)
+    return Row(length, images, whole=not images and draw(st.booleans()))
+
+
+@st.composite
+def scenes(draw: st.DrawFn, queries: st.SearchStrategy[int] | None = None) -> Scene:
+    shape = draw(shapes())
+    groups = []
+    for _ in range(draw(st.integers(1, 3))):
+        count = draw(queries if queries is not None else st.integers(1, 9))
+        groups.append((count, draw(st.lists(rows(shape.page, count), min_size=1, max_size=3))))
+    return Scene(shape, groups, draw(st.integers(0, 99)))
