@@ -7,8 +7,10 @@ Flags use vLLM's words where it has one.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -140,6 +142,44 @@ def _chat(args: argparse.Namespace) -> None:
     chat(engine_config(args), [Path(f) for f in files], question, args.max_tokens)
 
 
+def _bench(args: argparse.Namespace) -> None:
+    from mmserve.bench.command import Options, bench
+    from mmserve.bench.workload import WORKLOADS
+
+    default = WORKLOADS[args.workload].default
+    given = {f: getattr(args, f) for f in vars(default) if getattr(args, f) is not None}
+    options = Options(
+        args.workload,
+        dataclasses.replace(default, **given),
+        seed=args.seed,
+        peer_dtypes=tuple(args.peer_dtype or ("float32",)) if args.peer else (),
+        json=args.json,
+        command=shlex.join(["mmserve", *sys.argv[1:]]),
+    )
+    bench(options, engine_config(args))
+
+
+def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    from mmserve.bench.workload import WORKLOADS
+
+    add = parser.add_argument
+    add("workload", choices=tuple(WORKLOADS))
+    add("--sessions", type=_count, help="users (this and the next: default by workload)")
+    add("--turns", type=_count, help="of each user")
+    add("--images", type=_count, help="in view of a turn")
+    add("--prompt-tokens", type=_count, help="of a turn's text")
+    add("--output-tokens", type=_count, help="of each answer")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add("--peer", choices=("transformers",), help="compare with its generate, in the same run")
+    add(
+        "--peer-dtype",
+        action="append",
+        choices=("float32", "bfloat16"),
+        help="may be given twice (default: float32)",
+    )
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mmserve", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=__version__)
@@ -164,6 +204,11 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--max-tokens", type=_count, default=200)
     _add_engine_flags(chat)
     chat.set_defaults(run=_chat)
+
+    bench = commands.add_parser("bench", help="measure latency, throughput and hit rates")
+    _add_bench_flags(bench)
+    _add_engine_flags(bench)
+    bench.set_defaults(run=_bench)
     return parser
 
 
