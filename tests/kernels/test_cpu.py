@@ -1,0 +1,250 @@
+"""Each compiled kernel equals its plain statement, and a row's bits do not know its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from mmserve.kernels import cpu, int8, reference
+from tests.kernels.scene import Row, Scene, Shape, pad, scenes
+
+EPS = 1e-5
+ROWS, WIDTHS, SEEDS = st.integers(1, 9), st.sampled_from([2, 16, 33, 80]), st.integers(0, 999)
+
+
+def randn(seed: int, *size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def sums(seed: int, rows: int, width: int) -> Tensor:
+    """A product as the integer unit leaves it: int32 [2 rows, width], the high rows first."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(-(10**6), 10**6, (2 * rows, width), generator=random, dtype=torch.int32)
+
+
+def real(acc: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """The value of such a product. weight [N], scales [M] -> [M, N] float64."""
+    high, low = acc.double().chunk(2)
+    return (high + low / 254) * weight.double() * scales.double()[:, None]
+
+
+def read(rows: Tensor, scales: Tensor) -> Tensor:
+    high, low = rows.double().chunk(2)
+    return (high + low / 254) * scales.double()[:, None]
+
+
+def quantized(fill: Callable[[Any, Any], None], count: int, width: int) -> tuple[Tensor, Tensor]:
+    """Run a kernel that quantises into (rows, scales)."""
+    rows, scales = torch.full((2 * count, width), 99, dtype=torch.int8), torch.zeros(count)
+    fill(rows.numpy(), scales.numpy())
+    return rows, scales
+
+
+def assert_held(rows: Tensor, scales: Tensor, exact: Tensor, slack: float = 1e-5) -> None:
+    """`rows` hold `exact` [M, N] to half a step of their fifteen bits."""
+    top = exact.abs().amax(1, keepdim=True)
+    bound = top * (1 / 127 / 508 + slack) + 1e-12
+    assert bool(((read(rows, scales) - exact).abs() <= bound).all())
+
+
+@given(SEEDS, ROWS, WIDTHS)
+@settings(deadline=None)
+def test_quantize_holds_rows_as_the_plain_one_does(seed: int, count: int, width: int) -> None:
+    x = randn(seed, count, width) * 10.0 ** (seed % 9 - 4)
+    rows, scales = quantized(lambda r, s: cpu.quantize(x.numpy(), r, s), count, width)
+    assert_held(rows, scales, x.double(), slack=1e-7)
+    torch.testing.assert_close(scales[:, None], int8.quantize_rows(x)[1])
+
+
+def test_quantize_takes_rows_of_zeros() -> None:
+    x = torch.zeros(2, 8)
+    rows, _ = quantized(lambda r, s: cpu.quantize(x.numpy(), r, s), 2, 8)
+    assert not rows.any()
+
+
+@given(SEEDS, ROWS, WIDTHS)
+@settings(deadline=None)
+def test_norm_quantize_is_the_rms_norm_quantised(seed: int, count: int, width: int) -> None:
+    x, weight = randn(seed, count, width) * 3, randn(seed + 1, width)
+    rows, scales = quantized(
+        lambda r, s: cpu.norm_quantize(x.numpy(), weight.numpy(), EPS, r, s), count, width
+    )
+    assert_held(rows, scales, functional.rms_norm(x.double(), (width,), weight.double(), EPS))
+
+
+@given(SEEDS, ROWS, WIDTHS)
+@settings(deadline=None)
+def test_dequantize_add_adds_the_products_value(seed: int, count: int, width: int) -> None:
+    acc, weight, scales = sums(seed, count, width), randn(1, width), randn(2, count).abs()
+    before = randn(seed, count, width)
+    out = before.clone()
+    cpu.dequantize_add(acc.numpy(), weight.numpy(), scales.numpy(), out.numpy())
+    expected = before.double() + real(acc, weight, scales)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@given(SEEDS, ROWS, WIDTHS)
+@settings(deadline=None)
+def test_gate_quantize_is_the_gated_product_quantised(seed: int, count: int, width: int) -> None:
+    acc, weight = sums(seed, count, 2 * width), randn(1, 2 * width) * 1e-5
+    scales = randn(2, count).abs()
+    rows, out_scales = quantized(
+        lambda r, s: cpu.gate_quantize(acc.numpy(), weight.numpy(), scales.numpy(), r, s),
+        count,
+        width,
+    )
+    gate, up = real(acc, weight, scales).chunk(2, 1)
+    assert_held(rows, out_scales, functional.silu(gate) * up)
+
+
+def test_gate_quantize_survives_gates_far_from_zero() -> None:
+    acc = torch.tensor([[10**6, -(10**6), 1, 1], [0, 0, 0, 0]], dtype=torch.int32)
+    rows, scales = quantized(
+        lambda r, s: cpu.gate_quantize(
+            acc.numpy(), np.ones(4, np.float32), np.ones(1, np.float32), r, s
+        ),
+        1,
+        2,
+    )
+    torch.testing.assert_close(read(rows, scales), torch.tensor([[1e6, 0.0]], dtype=torch.float64))
+
+
+@given(SEEDS, ROWS, st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 16]))
+@settings(deadline=None)
+def test_rotate_store_rotates_queries_and_keys_and_stores_keys_and_values(
+    seed: int, count: int, kv_heads: int, group: int, dim: int
+) -> None:
+    heads, total = kv_heads * group, kv_heads * (group + 2)
+    acc, weight = sums(seed, count, total * dim), randn(1, total * dim) * 1e-5
+    scales = randn(2, count).abs()
+    positions = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(seed))
+    cos, sin = (x.contiguous() for x in reference.rope_table(50, dim, 1e4)[positions].unbind(1))
+    slots = torch.randperm(32, generator=torch.Generator().manual_seed(seed))[:count]
+    q = torch.zeros(count, heads, dim)
+    pools = torch.full((2, kv_heads, 32, dim), 7.0)
+    wanted = pools.clone()
+    arrays = (acc, weight, scales, cos, sin, slots, q, pools[0], pools[1])
+    cpu.rotate_store(*(x.numpy() for x in arrays))
+
+    value = real(acc, weight, scales).float().view(count, total, dim)
+    turned = reference.rotate(value, cos[:, None], sin[:, None])
+    wanted_q, k_new = turned[:, :heads], turned[:, heads : heads + kv_heads]
+    v_new = value[:, heads + kv_heads :]
+    for pool, new in zip(wanted, (k_new, v_new), strict=True):
+        reference.write_kv(pool.view(kv_heads, 4, 8, dim), slots, new)
+    torch.testing.assert_close(q, wanted_q, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pools, wanted, rtol=1e-5, atol=1e-5)
+
+
+def decode(scene: Scene) -> Tensor:
+    """All groups of a scene (one query a sequence) by the compiled kernel -> [T, H, D]."""
+    pools = [tuple(p.flatten(1, 2).numpy() for p in x) for x in (scene.own, scene.vision)]
+    out = torch.full_like(scene.q, 99)
+    for group in scene.plan.groups:
+        span = slice(group.start, group.start + group.num_seqs)
+        arrays: Any = (*pools, scene.shape.page, *group.arrays, scene.scale, out[span].numpy())
+        cpu.decode_attention(scene.q[span].numpy(), *arrays)
+    return out
+
+
+@given(scenes(queries=st.just(1)))
+@settings(max_examples=40, deadline=None)
+def test_decode_attention_equals_the_reference_and_the_dense_statement(scene: Scene) -> None:
+    out = decode(scene)
+    plain = reference.paged_attention(scene.q, scene.plan, scene.own, scene.vision, scene.scale)
+    torch.testing.assert_close(out, plain, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(out.double(), scene.expected, rtol=1e-4, atol=2e-5)
+
+
+@given(scenes(queries=st.just(1)), st.data())
+@settings(max_examples=40, deadline=None)
+def test_decode_attention_gives_a_sequence_the_same_bits_alone(
+    scene: Scene, data: st.DataObject
+) -> None:
+    out = decode(scene)
+    group = data.draw(st.sampled_from(scene.plan.groups))
+    b = data.draw(st.integers(0, group.num_seqs - 1))
+    mine = group.image_row == b
+    count = -(-int(group.hi[b]) // scene.shape.page)
+    longest = max((-(-int(n) // scene.shape.page) for n in group.image_len[mine]), default=0)
+    alone = reference.QueryGroup(
+        start=group.start + b,
+        num_seqs=1,
+        num_queries=1,
+        pages=group.pages[b : b + 1, :count],
+        hi=group.hi[b : b + 1],
+        image_pages=group.image_pages[mine][:, :longest],
+        image_len=group.image_len[mine],
+        image_row=group.image_row[mine] * 0,
+        image_slot=torch.arange(int(mine.sum())),
+        image_seen=group.image_seen[mine],
+        cos=group.cos[mine],
+        sin=group.sin[mine],
+        max_images=int(mine.sum()),
+    )
+    scene.plan = reference.AttentionPlan(scene.plan.slots, scene.plan.cos, scene.plan.sin, (alone,))
+    assert torch.equal(decode(scene)[group.start + b], out[group.start + b])
+
+
+def test_decode_attention_reads_large_scores_without_overflow() -> None:
+    scene = Scene(Shape(kv_heads=1, group=2, dim=6, page=4), [(1, [Row(9, ((3, 5),)), Row(1)])])
+    scene.q *= 1000
+    plain = reference.paged_attention(scene.q, scene.plan, scene.own, scene.vision, scene.scale)
+    torch.testing.assert_close(decode(scene), plain, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("count", [2, 5, 17])
+def test_the_other_kernels_give_a_row_the_same_bits_alone(count: int) -> None:
+    width = 48
+    x, weight = randn(count, count, width) * 5, randn(1, 2 * width) * 1e-4
+    acc, scales = sums(count, count, 2 * width), randn(2, count).abs()
+
+    def run(rows: Tensor) -> list[Tensor]:
+        """Every row-wise kernel over these rows; per row, all that came out."""
+        some, n = x[rows].contiguous(), len(rows)
+        part = acc[torch.cat((rows, rows + count))].contiguous()
+        factors = scales[rows].contiguous()
+        norm = weight[:width].contiguous()
+        results = [
+            quantized(lambda r, s: cpu.quantize(some.numpy(), r, s), n, width),
+            quantized(
+                lambda r, s: cpu.norm_quantize(some.numpy(), norm.numpy(), EPS, r, s), n, width
+            ),
+            quantized(
+                lambda r, s: cpu.gate_quantize(part.numpy(), weight.numpy(), factors.numpy(), r, s),
+                n,
+                width,
+            ),
+        ]
+        added = torch.zeros(n, 2 * width)
+        cpu.dequantize_add(part.numpy(), weight.numpy(), factors.numpy(), added.numpy())
+        joined = [torch.cat((*r.float().chunk(2), s[:, None]), 1) for r, s in results]
+        return list(torch.cat((*joined, added), 1))
+
+    together = run(torch.arange(count))
+    for i in range(count):
+        assert torch.equal(run(torch.tensor([i]))[0], together[i])
+
+
+def test_padding_of_page_tables_is_never_read() -> None:
+    rows = [Row(33, ((2, 17), (5, 1))), Row(1), Row(16, ((0, 16),))]
+    scene = Scene(Shape(), [(1, rows)])
+    before = decode(scene)
+    group = scene.plan.groups[0]
+    used = [-(-int(n) // 16) for n in group.hi[:, 0]]
+    held = [-(-int(n) // 16) for n in group.image_len]
+    spoilt = 10**6  # far outside every pool
+    pages = pad([r[:n].tolist() + [spoilt] * 2 for r, n in zip(group.pages, used, strict=True)])
+    assert pages.max() == spoilt
+    for table, counts in ((group.pages, used), (group.image_pages, held)):
+        for row, count in zip(table, counts, strict=True):
+            row[count:] = spoilt
+    assert torch.equal(decode(scene), before)
