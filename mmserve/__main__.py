@@ -33,7 +33,7 @@ def _size(text: str) -> int:
     factor = units.get(number[-1:], 1)
     try:
         value = int(float(number.rstrip("kmgt")) * factor)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 2G") from None
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive size")
@@ -41,13 +41,13 @@ def _size(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
 
 
 def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > 65535:
+    if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 (any free one) to 65535")
     return int(text)
 

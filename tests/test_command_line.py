@@ -1,0 +1,192 @@
+"""The command line: flags into the configuration tree, and faults said in one sentence."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mmserve import __version__
+from mmserve.__main__ import build_parser, engine_config
+from mmserve.config import MIB, EngineConfig
+
+
+@pytest.fixture(autouse=True)
+def no_cache_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+
+def parse(*flags: str) -> EngineConfig:
+    return engine_config(build_parser().parse_args(["serve", *flags]))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The last line of what argparse says before it exits with 2."""
+    with pytest.raises(SystemExit) as end:
+        build_parser().parse_args(words)
+    assert end.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def run(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mmserve", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def complaint(*words: str) -> str:
+    """The one line a failing command prints."""
+    result = run(*words)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("mmserve: ")
+    return line
+
+
+# -- flags to configuration ----------------------------------------------------------------------
+
+
+def test_no_flags_give_the_configuration_tree_s_own_defaults() -> None:
+    assert parse() == EngineConfig()
+
+
+def test_flags_reach_their_place_in_the_tree() -> None:
+    config = parse(
+        *("--model", "other", "--served-model-name", "me", "--dtype", "float32"),
+        *("--device", "cpu", "--no-lora", "--max-model-len", "2048", "--num-threads", "3"),
+        *("--cache-dir", "/somewhere", "--no-enable-prefix-caching"),
+        *("--kv-cache-memory-bytes", "64M", "--vision-kv-cache-memory-bytes", "32MiB"),
+        *("--max-num-seqs", "7", "--max-num-batched-tokens", "99", "--limit-mm-per-prompt", "5"),
+    )
+    model = config.model
+    assert (model.model, model.served_name, model.dtype) == ("other", "me", "float32")
+    assert (model.device, model.lora, model.max_model_len) == ("cpu", False, 2048)
+    assert (model.num_threads, model.cache_dir) == (3, Path("/somewhere"))
+    assert config.cache.text_bytes == 64 * MIB
+    assert config.cache.vision_bytes == 32 * MIB
+    assert config.cache.prefix_caching is False
+    assert config.scheduler.max_num_seqs == 7
+    assert config.scheduler.max_num_batched_tokens == 99
+    assert config.images.max_images == 5
+
+
+def test_the_cache_folder_follows_xdg_unless_a_flag_names_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert parse().model.cache_dir == Path("/xdg/mmserve")
+    assert parse("--cache-dir", "/flag").model.cache_dir == Path("/flag")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("1k", 1024),
+        ("512M", 512 * MIB),
+        ("1.5GiB", 1536 * MIB),
+        ("2gb", 2048 * MIB),
+    ],
+)
+def test_sizes_take_units(text: str, expected: int) -> None:
+    assert parse("--kv-cache-memory-bytes", text).cache.text_bytes == expected
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1G", "0", "1.2.3M", "G", "1e999"])
+def test_a_bad_size_is_refused_by_name(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, "serve", f"--kv-cache-memory-bytes={text}")
+    assert "--kv-cache-memory-bytes" in line
+    assert repr(text) in line
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--max-num-seqs", "0", "1 or more"),
+        ("--max-model-len", "many", "1 or more"),
+        ("--num-threads", "²", "1 or more"),
+        ("--port", "99999", "65535"),
+        ("--port", "http", "65535"),
+        ("--dtype", "int3", "invalid choice"),
+        ("--api-key-file", "/nowhere/keys", "no file"),
+        ("--ssl-certfile", "/nowhere/cert.pem", "no file"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(
+    flag: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refusal(capsys, "serve", flag, value)
+    assert flag in line
+    assert said in line
+
+
+def test_a_command_is_demanded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "command" in refusal(capsys)
+
+
+# -- the program ---------------------------------------------------------------------------------
+
+
+def test_the_version_is_printed_without_loading_pytorch() -> None:
+    probe = "import sys, mmserve.__main__; print('torch' in sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert loaded.stdout.strip() == "False"
+    assert run("--version").stdout.strip() == __version__
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_serving_on_a_busy_port_ends_at_once_with_a_sentence(busy_port: int) -> None:
+    line = complaint("serve", "--port", str(busy_port))
+    assert "in use" in line
+    assert str(busy_port) in line
+
+
+@pytest.mark.slow
+def test_serving_an_unknown_model_names_the_known_ones() -> None:
+    line = complaint("serve", "--port", "0", "--model", "nope")
+    assert "'nope'" in line
+    assert "smolvision-135m" in line
+
+
+@pytest.mark.slow
+def test_serving_the_world_without_a_key_is_refused() -> None:
+    assert "API key" in complaint("serve", "--host", "0.0.0.0", "--port", "0")
+
+
+@pytest.mark.slow
+def test_chat_names_a_file_it_cannot_read() -> None:
+    assert "/nowhere/cat.png" in complaint("chat", "/nowhere/cat.png", "What is it?")
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_chat_refuses_what_is_no_picture(tmp_path: Path) -> None:
+    file = tmp_path / "cat.png"
+    file.write_text("meow")
+    line = complaint("chat", str(file), "What is it?")
+    assert str(file) in line
+    assert "PNG" in line
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_chat_answers_about_a_picture(tmp_path: Path) -> None:
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (224, 224), "white")
+    ImageDraw.Draw(image).ellipse((60, 60, 164, 164), fill=(220, 30, 30))
+    file = tmp_path / "shape.png"
+    image.save(file)
+    result = run("chat", str(file), "What color is the circle?")
+    assert result.returncode == 0, result.stderr
+    assert "red" in result.stdout.lower()

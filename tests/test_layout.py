@@ -1,0 +1,170 @@
+"""The shape of the tree: who may import whom, what every module must have, and the links.
+
+Reads source text only; imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "mmserve"
+LINKS = {"vision": "vision", "kernels": "kernels", "configs": "configs", "webui": "web/dist"}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+TYPES = {"config", "errors", "request", "prompt", "tokenizer", "metrics"}
+BOOKS = {"cache.page_pool", "cache.radix_cache", "cache.vision_index"}  # page counts, no tensors
+
+# What a part may import of the package; a name covers its submodules. Each part may import itself.
+ALLOWED = {
+    "config": set(),
+    "errors": set(),
+    "request": set(),
+    "tokenizer": set(),
+    "metrics": set(),
+    "prompt": {"errors", "request", "tokenizer"},
+    "kernels": set(),
+    "vision": {"config", "errors", "kernels"},
+    "cache": {"config", "request", "kernels"},
+    "scheduler": {"config", "errors", "request", *BOOKS},
+    "model": {"config", "errors", "kernels", "vision", "cache.kv_pool"},
+    "engine": TYPES | {"kernels", "vision", "cache", "scheduler", "model"},
+    "server": TYPES,
+    "chat": TYPES | {"engine"},
+    "bench": TYPES | {"kernels", "vision", "cache", "scheduler", "model", "engine"},
+    "__init__": set(),
+}
+ANYTHING = {"__main__"}  # the command line joins the ends
+
+# Third-party packages (roots) that must not be known at all; a star forbids every one.
+FORBIDDEN = {
+    "config": {"*"},
+    "errors": {"*"},
+    "request": {"*"},
+    **dict.fromkeys(("prompt", "tokenizer", "metrics", "scheduler", *BOOKS), {"torch", "numpy"}),
+    "kernels": {"transformers", "timm", "open_clip", "starlette", "uvicorn"},
+    "server": {"torch", "transformers", "numpy", "PIL"},
+}
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every module of the package by its name without `mmserve.`; links are followed once."""
+    found = {}
+    folders = [PACKAGE, *(PACKAGE / name for name in LINKS if name != "webui")]
+    for folder in folders:
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(PACKAGE).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" and parts[:-1] else parts)
+            found[name] = path
+    return found
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(sources()[name].read_text("utf-8"))
+
+
+def covers(pattern: str, name: str) -> bool:
+    return name == pattern or name.startswith(pattern + ".")
+
+
+def imports(name: str) -> Iterator[str]:
+    """Full dotted names, one for each imported name where it is a module of ours."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            assert node.module is not None
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            ours = [i for i in inner if i.removeprefix("mmserve.") in sources()]
+            yield from ours or [node.module]
+
+
+def own_imports(name: str) -> set[str]:
+    """Names of our modules without `mmserve.`; the bare package (its version) is everybody's."""
+    return {i.removeprefix("mmserve.") for i in imports(name) if i.startswith("mmserve.")}
+
+
+def third_party(name: str) -> set[str]:
+    roots = {i.split(".")[0] for i in imports(name)}
+    return roots - set(sys.stdlib_module_names) - {"mmserve"}
+
+
+def functions(name: str) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree(name)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def test_the_walk_sees_the_whole_package() -> None:
+    names = set(sources())
+    assert {"config", "cache.page_pool", "kernels.reference", "vision.model", "server"} <= names
+    assert own_imports("engine.engine") >= {"scheduler.scheduler", "vision.preprocess"}
+    assert "torch" in third_party("kernels.reference")
+
+
+@pytest.mark.parametrize("name", sorted(sources()))
+def test_a_module_imports_only_what_lies_below_it(name: str) -> None:
+    part = name.split(".")[0]
+    if part in ANYTHING:
+        return
+    assert part in ALLOWED, f"{part} is new: say in ALLOWED what it may import"
+    allowed = ALLOWED[part] | {part}
+    too_high = {i for i in own_imports(name) if not any(covers(a, i) for a in allowed)}
+    assert not too_high, f"mmserve.{name} may not import {sorted(too_high)}"
+
+
+@pytest.mark.parametrize("name", sorted(sources()))
+def test_a_module_knows_no_package_it_must_not_know(name: str) -> None:
+    for pattern, forbidden in FORBIDDEN.items():
+        if covers(pattern, name):
+            known = third_party(name)
+            bad = known if "*" in forbidden else known & forbidden
+            assert not bad, f"mmserve.{name} may not import {sorted(bad)}"
+
+
+def test_the_books_of_pages_import_only_each_other() -> None:
+    for name in BOOKS:
+        assert own_imports(name) <= BOOKS
+        assert not third_party(name)
+
+
+@pytest.mark.parametrize("name", sorted(sources()))
+def test_a_module_says_what_it_owns(name: str) -> None:
+    path = sources()[name]
+    if path.name == "__init__.py" and not path.read_text("utf-8").strip():
+        return
+    assert ast.get_docstring(tree(name)), f"{path} has no docstring"
+
+
+@pytest.mark.parametrize("name", sorted(sources()))
+def test_files_and_functions_stay_short(name: str) -> None:
+    lines = len(sources()[name].read_text("utf-8").splitlines())
+    assert lines <= MAX_FILE_LINES, f"{name} has {lines} lines"
+    long = {f: n for f, n in functions(name) if n > MAX_FUNCTION_LINES}
+    assert not long, f"functions of {name} over {MAX_FUNCTION_LINES} lines: {long}"
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_links_lead_to_the_top_level_folders(link: str) -> None:
+    path = PACKAGE / link
+    assert path.is_symlink()
+    assert not path.readlink().is_absolute()
+    assert path.resolve() == ROOT / LINKS[link]
+    assert path.is_dir()
+
+
+def test_linked_code_folders_are_no_packages_of_their_own() -> None:
+    """A top-level package `kernels` would hide Hugging Face's, which transformers imports."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "vision" / "__init__.py").exists()
