@@ -128,10 +128,12 @@ describe('connecting', () => {
 
   it('waits while the model loads', async () => {
     routes['/health'] = json({ status: 'loading' }, 503);
+    routes['/v1/models'] = json({ error: { code: 'model_loading', message: 'loading' } }, 503);
     void transport.run();
     await vi.advanceTimersByTimeAsync(0);
     expect(states.at(-1)).toBe('loading');
     routes['/health'] = json({ status: 'ok' });
+    routes['/v1/models'] = json({ data: [{ id: 'tiny' }] });
     await vi.advanceTimersByTimeAsync(10_000);
     expect(FalseSocket.all).toHaveLength(1);
   });

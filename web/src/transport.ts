@@ -111,10 +111,10 @@ export class Transport {
   /** Resolves when the connection has ended, with what the page should show next. */
   private async connect(): Promise<LinkState> {
     try {
-      const [health, models] = await Promise.all([this.api.health(), this.api.models()]);
-      this.model = models[0] ?? null;
-      if (health === 'loading') return 'loading';
-      if (health !== 'ok' || this.model === null) return 'retrying';
+      const health = await this.api.health();
+      if (health !== 'ok') return health === 'loading' ? 'loading' : 'retrying';
+      this.model = (await this.api.models())[0] ?? null;
+      if (this.model === null) return 'retrying';
       this.watcher.model(this.model);
     } catch (reason) {
       return reason instanceof ApiFault && reason.status === 401 ? 'locked' : 'retrying';
