@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from mmserve.prompt import ImagePart, Message, TextPart, TokensPart
+from mmserve.request import TokenEvent
 from tests.server.conftest import Running
+from tests.server.fake_engine import FakeGeneration
 from tests.web.conftest import Tab, picture
 
 pytestmark = pytest.mark.browser
@@ -144,7 +148,9 @@ def test_chats_are_listed_opened_and_deleted(server: Running, visit: Visit) -> N
     links = tab.page.locator("nav a")
     assert links.all_inner_texts() == ["Second chat", "First chat"]
     links.last.click()
-    tab.page.wait_for_function("() => document.querySelector('.question')?.textContent === 'First chat'")
+    tab.page.wait_for_function(
+        "() => document.querySelector('.question')?.textContent === 'First chat'"
+    )
 
     tab.page.get_by_role("button", name="Delete “First chat”").click()
     assert links.count() == 2
@@ -175,3 +181,22 @@ def test_a_sample_picture_needs_no_file(server: Running, visit: Visit) -> None:
     tab.page.keyboard.press("Enter")
     assert tab.wait("done").endswith("How many shapes are there?")
     assert shape_of(server.engine.prompts[-1])[0][1] == 1
+
+
+def test_a_picture_read_from_the_cache_is_marked(
+    server: Running, visit: Visit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = FakeGeneration._end
+
+    def hit(self: FakeGeneration, *args: Any) -> TokenEvent:
+        event = end(self, *args)
+        assert event.usage is not None
+        return replace(event, usage=replace(event.usage, vision_hits=1, vision_misses=0))
+
+    tab = visit()
+    tab.drop(("a.png", picture("red")))
+    tab.answered("What color?")
+    assert tab.page.locator(".badge").count() == 0
+    monkeypatch.setattr(FakeGeneration, "_end", hit)
+    tab.answered("Are you sure?")
+    assert tab.page.inner_text(".badge") == "picture already known"

@@ -72,7 +72,9 @@ def test_the_button_takes_several_files_and_each_can_be_removed(
         for color in ("red", "green", "blue")
     ]
     tab.page.set_input_files("input[type=file]", files)  # type: ignore[arg-type]
-    tab.page.wait_for_function("() => document.querySelectorAll('.tray [data-state=ready]').length === 3")
+    tab.page.wait_for_function(
+        "() => document.querySelectorAll('.tray [data-state=ready]').length === 3"
+    )
     tab.page.get_by_role("button", name="Remove green.png").click()
     tab.answered("Which?")
     assert len(server.engine.prompts[-1][-1].parts) == 3  # two pictures and the text

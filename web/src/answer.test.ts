@@ -4,7 +4,10 @@ import { isContext, newAnswer, reduce, statsOf } from './answer';
 import type { Answer } from './answer';
 import type { ResponseEvent, ResponseObject } from './protocol';
 
-function response(status: ResponseObject['status'], rest: Partial<ResponseObject> = {}): ResponseObject {
+function response(
+  status: ResponseObject['status'],
+  rest: Partial<ResponseObject> = {},
+): ResponseObject {
   return { id: 'resp_1', status, ...rest };
 }
 
@@ -36,7 +39,12 @@ function play(events: ResponseEvent[], from: Answer = newAnswer(1000)): Answer {
 describe('an answer', () => {
   it('joins deltas and ends done with usage', () => {
     const answer = play([CREATED, delta(1, '两'), delta(2, '只猫'), COMPLETED]);
-    expect(answer).toMatchObject({ status: 'done', responseId: 'resp_1', text: '两只猫', sequence: 3 });
+    expect(answer).toMatchObject({
+      status: 'done',
+      responseId: 'resp_1',
+      text: '两只猫',
+      sequence: 3,
+    });
   });
 
   it('is the same however often its events are replayed', () => {
@@ -50,7 +58,11 @@ describe('an answer', () => {
 
   it('keeps its text when cancelled and can be built on', () => {
     const cancelled = response('cancelled');
-    const end: ResponseEvent = { type: 'response.incomplete', sequence_number: 2, response: cancelled };
+    const end: ResponseEvent = {
+      type: 'response.incomplete',
+      sequence_number: 2,
+      response: cancelled,
+    };
     const answer = play([CREATED, delta(1, 'part'), end]);
     expect(answer).toMatchObject({ status: 'stopped', text: 'part' });
     expect(isContext(answer)).toBe(true);

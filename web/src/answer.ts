@@ -102,7 +102,8 @@ export function statsOf(answer: Answer): AnswerStats | null {
   const { usage, timings, firstAt, lastAt, sentAt } = answer;
   if (usage === null) return null;
   const seen = firstAt === null ? null : firstAt - sentAt;
-  const told = timings?.prompt_ms === undefined ? null : (timings.queue_ms ?? 0) + timings.prompt_ms;
+  const told =
+    timings?.prompt_ms === undefined ? null : (timings.queue_ms ?? 0) + timings.prompt_ms;
   const watched = firstAt === null || lastAt === null ? 0 : lastAt - firstAt;
   return {
     prompt: usage.input_tokens,

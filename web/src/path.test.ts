@@ -5,9 +5,21 @@ import type { Answer } from './answer';
 import { chainBody, contextOf, fullBody } from './path';
 import type { Turn } from './store';
 
-function turn(position: number, text: string, answer: Partial<Answer>, pictureIds: string[] = []): Turn {
+function turn(
+  position: number,
+  text: string,
+  answer: Partial<Answer>,
+  pictureIds: string[] = [],
+): Turn {
   const id = `t${position}`;
-  return { id, conversationId: 'c', position, text, pictureIds, answer: { ...newAnswer(0), ...answer } };
+  return {
+    id,
+    conversationId: 'c',
+    position,
+    text,
+    pictureIds,
+    answer: { ...newAnswer(0), ...answer },
+  };
 }
 
 const TURNS = [

@@ -28,7 +28,9 @@ export function fullBody(context: readonly Turn[], turn: Turn, files: FileIds): 
       role: 'assistant',
       content: [{ type: 'output_text', text: past.answer.text }],
     };
-    return past.answer.text === '' ? [userMessage(past, files)] : [userMessage(past, files), answer];
+    return past.answer.text === ''
+      ? [userMessage(past, files)]
+      : [userMessage(past, files), answer];
   });
   return { input: [...input, userMessage(turn, files)], previous_response_id: null, store: true };
 }

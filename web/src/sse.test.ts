@@ -2,7 +2,8 @@
 import { describe, expect, it } from 'vitest';
 import { readEvents } from './sse';
 
-const TEXT = ': keep-alive\n\nevent: a\ndata: {"n":1,"t":"汉字🙂"}\n\ndata: {"n":2}\r\n\r\ndata: [DONE]\n\n';
+const TEXT =
+  ': keep-alive\n\nevent: a\ndata: {"n":1,"t":"汉字🙂"}\n\ndata: {"n":2}\r\n\r\ndata: [DONE]\n\n';
 const BYTES = new TextEncoder().encode(TEXT);
 
 function streamOf(chunks: Uint8Array[]): ReadableStream<Uint8Array> {

@@ -54,7 +54,11 @@ function wholeResponse(id: string): object[] {
   const response = { id, status: 'in_progress' };
   return [
     { type: 'response.created', sequence_number: 0, response },
-    ...TEXT.map((delta, i) => ({ type: 'response.output_text.delta', sequence_number: i + 1, delta })),
+    ...TEXT.map((delta, i) => ({
+      type: 'response.output_text.delta',
+      sequence_number: i + 1,
+      delta,
+    })),
     { type: 'response.completed', sequence_number: 5, response: { id, status: 'completed' } },
   ];
 }
@@ -95,7 +99,9 @@ beforeEach(() => {
   vi.stubGlobal('fetch', (url: URL) => {
     asked.push(url.pathname + url.search);
     const reply = routes[url.pathname];
-    return reply === undefined ? Promise.reject(new TypeError('no network')) : Promise.resolve(reply());
+    return reply === undefined
+      ? Promise.reject(new TypeError('no network'))
+      : Promise.resolve(reply());
   });
   const watcher = { state: (state: LinkState) => void states.push(state), model: () => undefined };
   transport = new Transport(new Api(new URL('http://server/'), 'key-1'), watcher);
@@ -255,7 +261,8 @@ describe('a lost socket', () => {
     const output = [{ type: 'message', content: [{ type: 'output_text', text: 'abcd' }] }];
     const whole = json({ id: 'resp_9', status: 'completed', output });
     const refusal = json({ error: { code: 'invalid_value', message: 'evicted' } }, 400);
-    routes['/v1/responses/resp_9'] = () => ((asked.at(-1) ?? '').includes('stream') ? refusal() : whole());
+    routes['/v1/responses/resp_9'] = () =>
+      (asked.at(-1) ?? '').includes('stream') ? refusal() : whole();
     const ear = new Ear();
     transport.follow('resp_9', 3, ear);
     await vi.advanceTimersByTimeAsync(10);

@@ -7,7 +7,14 @@
  */
 import { Api, ApiFault } from './api';
 import { errorOf, isTerminal } from './protocol';
-import type { ApiError, CreateBody, ErrorEvent, LifeEvent, ModelObject, ResponseEvent } from './protocol';
+import type {
+  ApiError,
+  CreateBody,
+  ErrorEvent,
+  LifeEvent,
+  ModelObject,
+  ResponseEvent,
+} from './protocol';
 import type { ServerEvent } from './protocol';
 import { readEvents } from './sse';
 import { backoff, Sleepers } from './waiting';
@@ -145,7 +152,12 @@ export class Transport {
   private send(call: Call): void {
     if (call.phase !== 'queued' || this.socket === null || this.model === null) return;
     call.phase = 'sent';
-    const frame = { type: 'response.create', stream_id: call.lane, model: this.model.id, ...call.body };
+    const frame = {
+      type: 'response.create',
+      stream_id: call.lane,
+      model: this.model.id,
+      ...call.body,
+    };
     this.socket.send(JSON.stringify(frame));
   }
 
@@ -242,5 +254,14 @@ const ENDED: Partial<Record<string, LifeEvent['type']>> = {
 
 function newCall(lane: string, body: CallBody | null, listener: Listener): Call {
   const abort = new AbortController();
-  return { lane, body, listener, phase: 'queued', responseId: null, sequence: -1, stopping: false, abort };
+  return {
+    lane,
+    body,
+    listener,
+    phase: 'queued',
+    responseId: null,
+    sequence: -1,
+    stopping: false,
+    abort,
+  };
 }

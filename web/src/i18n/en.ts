@@ -24,7 +24,12 @@ export const en = {
     word: { label: 'A word', question: 'What does the text say?' },
     number: { label: 'A number', question: 'Read the number.' },
   },
-  prompts: ['What shape is green?', 'What color is the text?', 'Describe the image.', 'Where is the circle?'],
+  prompts: [
+    'What shape is green?',
+    'What color is the text?',
+    'Describe the image.',
+    'Where is the circle?',
+  ],
 
   placeholder: 'Ask about a picture…',
   message: 'Message',
@@ -79,7 +84,8 @@ export const en = {
     too_many_images: 'These are more pictures than one message can hold.',
     unsupported_image_type: 'This kind of picture is not supported. PNG, JPEG, WebP and GIF are.',
     request_too_large: 'This is larger than the server accepts.',
-    context_length_exceeded: 'This chat has become longer than the model can read. Start a new chat.',
+    context_length_exceeded:
+      'This chat has become longer than the model can read. Start a new chat.',
     queue_full: 'The server is busy. Try again in a moment.',
     rate_limit_exceeded: 'Too many requests. Try again in a moment.',
     engine_unavailable: 'The model is not available at the moment.',

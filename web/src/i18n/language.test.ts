@@ -15,7 +15,9 @@ describe('the dictionaries', () => {
   });
 
   it('leave no text empty', () => {
-    const texts = [en, zh].flatMap((text) => Object.values(text)).filter((v) => typeof v === 'string');
+    const texts = [en, zh]
+      .flatMap((text) => Object.values(text))
+      .filter((v) => typeof v === 'string');
     expect(texts.every((text) => text.trim() !== '')).toBe(true);
   });
 });

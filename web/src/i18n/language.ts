@@ -19,7 +19,8 @@ export function chooseLanguage(stored: string | null, preferred: readonly string
 
 /** A known code in the page's words, else the server's own sentence. */
 export function errorSentence(text: Dictionary, error: ApiError): string {
-  if (error.code !== null && Object.hasOwn(text.errors, error.code)) return text.errors[error.code as ErrorKey];
+  if (error.code !== null && Object.hasOwn(text.errors, error.code))
+    return text.errors[error.code as ErrorKey];
   return error.message === '' ? text.errors.unknown : error.message;
 }
 

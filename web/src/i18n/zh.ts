@@ -17,7 +17,8 @@ export const zh: Dictionary = {
   messages: '消息',
 
   emptyTitle: '给我看一张图片',
-  emptySentence: '自带的小模型能看懂简单的内容：形状、颜色、数量、位置、短词、数字和表情符号，目前用英文提问效果最好。',
+  emptySentence:
+    '自带的小模型能看懂简单的内容：形状、颜色、数量、位置、短词、数字和表情符号，目前用英文提问效果最好。',
   tryThese: '手边没有图片？试试这些',
   askAbout: '或者这样问',
   samples: {
@@ -25,7 +26,12 @@ export const zh: Dictionary = {
     word: { label: '一个单词', question: 'What does the text say?' },
     number: { label: '一个数字', question: 'Read the number.' },
   },
-  prompts: ['What shape is green?', 'What color is the text?', 'Describe the image.', 'Where is the circle?'],
+  prompts: [
+    'What shape is green?',
+    'What color is the text?',
+    'Describe the image.',
+    'Where is the circle?',
+  ],
 
   placeholder: '就图片提问…',
   message: '消息',

@@ -89,8 +89,8 @@ export class Chat {
       if (this.threads.has(this.thread.conversation.id)) this.thread = this.newThread();
       return;
     }
-    const open = this.threads.get(conversation.id);
-    this.thread = open ?? (await this.loadThread(conversation));
+    const thread = this.threads.get(conversation.id) ?? (await this.loadThread(conversation));
+    if (location.hash === `#/c/${conversation.id}`) this.thread = thread;
   }
 
   private async loadThread(conversation: Conversation): Promise<Thread> {
@@ -108,7 +108,9 @@ export class Chat {
   private makeThread(conversation: Conversation): Thread {
     const { api, store, transport } = this;
     const services = { api, store, transport, limits: () => limitsOf(this.model) };
-    const thread: Thread = new Thread(conversation, services, (listed) => this.list(listed, thread));
+    const thread: Thread = new Thread(conversation, services, (listed) =>
+      this.list(listed, thread),
+    );
     return thread;
   }
 

@@ -117,7 +117,9 @@ export class Thread {
     if (turn === undefined || !isRunning(turn.answer)) return;
     const end = (): void => {
       if (call !== null) this.services.transport.drop(call);
-      this.update(turn.id, (answer) => (isRunning(answer) ? { ...answer, status: 'stopped' } : answer));
+      this.update(turn.id, (answer) =>
+        isRunning(answer) ? { ...answer, status: 'stopped' } : answer,
+      );
     };
     if (call !== null && this.services.transport.stop(call)) setTimeout(end, STOP_MS);
     else end();
@@ -132,6 +134,7 @@ export class Thread {
       this.services.transport.drop(call);
     }
     for (const url of this.pictureUrls.values()) URL.revokeObjectURL(url);
+    this.turns = [];
   }
 
   private ask(turnId: string, tried: Remedies = { full: false, uploaded: false }): void {
@@ -156,7 +159,9 @@ export class Thread {
     if (error.code !== 'file_not_found' || tried.uploaded) return false;
     void this.uploadAgain(turnId)
       .then(() => this.ask(turnId, { ...tried, uploaded: true }))
-      .catch((reason: unknown) => this.update(turnId, (answer) => fail(answer, attachmentError(reason))));
+      .catch((reason: unknown) =>
+        this.update(turnId, (answer) => fail(answer, attachmentError(reason))),
+      );
     return true;
   }
 
@@ -266,5 +271,7 @@ export class Thread {
 }
 
 function fileIdsOf(pictures: Iterable<Picture>): Map<string, string> {
-  return new Map([...pictures].flatMap(({ id, fileId }) => (fileId === null ? [] : [[id, fileId]])));
+  return new Map(
+    [...pictures].flatMap(({ id, fileId }) => (fileId === null ? [] : [[id, fileId]])),
+  );
 }

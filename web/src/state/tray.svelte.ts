@@ -88,7 +88,12 @@ export class Tray {
 
   private start(id: string, file: File): void {
     this.mark(id, { state: 'uploading', error: null });
-    const work: Work = { file, picture: null, done: Promise.resolve(), abort: new AbortController() };
+    const work: Work = {
+      file,
+      picture: null,
+      done: Promise.resolve(),
+      abort: new AbortController(),
+    };
     this.work.set(id, work);
     work.done = this.upload(id, work).catch((reason: unknown) => {
       this.mark(id, { state: 'failed', error: attachmentError(reason) });
