@@ -180,6 +180,8 @@ async def _theirs(on_peer: Any, batches: Sequence[list[tuple[Segment, ...]]]) ->
     started = time.perf_counter()
     streams: list[Times] = []
     for batch in batches:
-        streams += [await on_peer(batch)] * len(batch)
+        waited = time.perf_counter() - started  # everyone asked at the start
+        times = [waited + t for t in await on_peer(batch)]
+        streams += [times] * len(batch)
     seconds = time.perf_counter() - started
     return Speed.of(streams, seconds, together=len(batches) == 1)

@@ -159,8 +159,8 @@ WORKLOADS = {
 def build(name: str, shape: Shape, seed: int) -> tuple[Phase, ...]:
     """The phases of a workload, in the order to run them.
 
-    Raises ValueError where a workload about images has none.
+    Raises ValueError where a workload about images has none, or `text` has some.
     """
-    if name != "text" and shape.images < 1:
-        raise ValueError(f"workload {name} needs at least one image")
+    if (name == "text") == (shape.images > 0):
+        raise ValueError(f"workload {name} cannot have {shape.images} images in view")
     return WORKLOADS[name].make(_Maker(shape, seed))
