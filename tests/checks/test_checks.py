@@ -1,0 +1,38 @@
+"""The checks on the served default model, shortened where they are long."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from tests.checks import company, easy_vqa, hit_equals_miss, sdk
+from tests.checks.served import Served, serving
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as running:
+        yield running
+
+
+def test_the_openai_sdk_talks_about_a_picture(served: Served) -> None:
+    sdk.check(served)
+
+
+def test_easy_vqa_is_answered_as_well_as_the_model_card_says(served: Served) -> None:
+    assert easy_vqa.accuracy(served, sample=200) >= 0.99
+
+
+def test_a_known_picture_gives_a_cold_servers_answer_anywhere() -> None:
+    hit_equals_miss.check()
+
+
+def test_company_aborts_and_many_pictures_change_nothing() -> None:
+    company.check(pictures=400)
