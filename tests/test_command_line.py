@@ -38,11 +38,12 @@ def run(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
 
 
 def complaint(*words: str) -> str:
-    """The one line a failing command prints."""
+    """The last line a failing command prints; a loading message may stand before it."""
     result = run(*words)
     assert result.returncode == 1
     assert result.stdout == ""
-    (line,) = result.stderr.strip().splitlines()
+    assert "Traceback" not in result.stderr
+    line = result.stderr.strip().splitlines()[-1]
     assert line.startswith("mmserve: ")
     return line
 

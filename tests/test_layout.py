@@ -6,6 +6,7 @@ Reads source text only; imports nothing of the package.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -162,6 +163,17 @@ def test_links_lead_to_the_top_level_folders(link: str) -> None:
     assert not path.readlink().is_absolute()
     assert path.resolve() == ROOT / LINKS[link]
     assert path.is_dir()
+
+
+def test_every_path_the_documents_name_exists() -> None:
+    """In the traced request and elsewhere, a file is named from the root or from `mmserve/`."""
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = document.read_text("utf-8")
+        named = re.findall(r"`([\w./-]+/[\w./-]+\.\w+)`|\]\((?!http|#)([^)#]+)\)", text)
+        assert named or document.name != "README.md"
+        for path in (code or link for code, link in named):
+            places = (ROOT / path, PACKAGE / path, document.parent / path)
+            assert any(p.exists() for p in places), f"{document.name} names {path}"
 
 
 def test_linked_code_folders_are_no_packages_of_their_own() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from types import FrameType
 
 import uvicorn
@@ -74,6 +75,7 @@ class Server(uvicorn.Server):
 
     async def _announce(self) -> None:
         assert self._services.started is not None
+        print(f"mmserve loads its model and will answer at {self.url()}", file=sys.stderr)
         try:
             await self._services.started
         except Exception as error:
