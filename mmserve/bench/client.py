@@ -9,6 +9,7 @@ import asyncio
 import resource
 import time
 
+from mmserve.bench.machine import Neighbours
 from mmserve.bench.stats import Record, Summary, parse_counters, summarise
 from mmserve.bench.workload import Phase, Session
 from mmserve.engine.async_engine import AsyncEngine
@@ -55,7 +56,7 @@ class Client:
         return records
 
     async def run(self, phase: Phase) -> Summary:
-        before = self.counters()
+        neighbours, before = Neighbours(), self.counters()
         started = time.perf_counter()
         if phase.concurrent:
             nested = await asyncio.gather(*(self.converse(s) for s in phase.sessions))
@@ -63,7 +64,9 @@ class Client:
             nested = [await self.converse(s) for s in phase.sessions]
         seconds = time.perf_counter() - started
         records = [record for session in nested for record in session]
-        return summarise(phase.name, records, seconds, before, self.counters(), peak_rss_mb())
+        counts = before, self.counters()
+        others = neighbours.share()
+        return summarise(phase.name, records, seconds, *counts, peak_rss_mb(), others)
 
     def counters(self) -> dict[str, float]:
         return parse_counters(self.engine.metrics.render().decode())

@@ -91,6 +91,31 @@ def _gpu(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
+class Neighbours:
+    """What other processes take of the CPUs from now on: figures mean little where that is much."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def share(self) -> float | None:
+        """0 to 1 of all cores, since this object was made; None where the system does not say."""
+        end, start = self._now(), self._start
+        if end is None or start is None:
+            return None
+        wall, busy, own = (b - a for a, b in zip(start, end, strict=True))
+        return max(busy - own, 0.0) / (wall * (os.cpu_count() or 1)) if wall else 0.0
+
+    def _now(self) -> tuple[float, float, float] | None:
+        """Seconds: wall, all cores' work of all processes, this process's."""
+        try:
+            line = Path("/proc/stat").read_text().splitlines()[0]
+        except OSError:
+            return None
+        user, nice, system, _idle, _wait, irq, soft, steal = map(int, line.split()[1:9])
+        ticks = user + nice + system + irq + soft + steal
+        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
+
+
 def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
     """Bytes/s of the better of summing and copying a 256 MB buffer, best of `repeats`.
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mmserve.bench.client import Client
+from mmserve.bench.machine import Neighbours
 from mmserve.bench.workload import Shape, build
 from mmserve.config import ImageLimits, ModelConfig
 from mmserve.model.loader import LoadedModel, load_model
@@ -68,6 +69,7 @@ class Comparison:
     ours: Speed
     batched: Speed
     one_by_one: Speed
+    others_cpu: float | None  # share of all cores that other processes took meanwhile
 
 
 class Peer:
@@ -146,6 +148,7 @@ async def compare(
         for streams in sorted({1, shape.sessions}):
             runs: list[tuple[Speed, Speed, Speed]] = []
             lengths: list[int] = []
+            neighbours = Neighbours()
             for repeat in range(REPEATS + 1):
                 messages = _openings(workload, shape, seed + repeat, streams)
                 prompts = [await client.engine.prepare(m) for m in messages]
@@ -159,7 +162,8 @@ async def compare(
                 lengths += [prompt.num_tokens for prompt in prompts]
             columns = zip(*runs[1:], strict=True)  # the first repeat warms up both sides
             medians = [Speed.median(column) for column in columns]
-            out.append(Comparison(peer.name, streams, statistics.fmean(lengths), *medians))
+            length, others = statistics.fmean(lengths), neighbours.share()
+            out.append(Comparison(peer.name, streams, length, *medians, others))
     return out
 
 

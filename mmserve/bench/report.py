@@ -78,6 +78,7 @@ _ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("image decodes", lambda s: str(s.image_decodes)),
     ("prefill / decode seconds", lambda s: _optional(s.prefill_decode_ratio)),
     ("peak RSS so far, MB", lambda s: f"{s.peak_rss_mb:.0f}"),
+    ("cores taken by other processes", lambda s: _share(s.others_cpu)),
 )
 
 
@@ -131,7 +132,8 @@ def _comparison(c: Comparison) -> list[str]:
         ]
     rows = [[name, *_speed(side, c.ours)] for name, side in sides]
     head = f"{c.streams} streams, {c.prompt_tokens:.0f} prompt tokens"
-    return _table([head, "TTFT ms", "decode tokens/s", "all tokens/s"], rows)
+    others = f"(other processes took {_share(c.others_cpu)} of the cores)"
+    return [*_table([head, "TTFT ms", "decode tokens/s", "all tokens/s"], rows), others]
 
 
 def _speed(side: Speed, ours: Speed) -> list[str]:

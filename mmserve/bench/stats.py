@@ -59,6 +59,7 @@ class Summary:
     prefill_decode_ratio: float | None  # seconds of engine steps
     ttft_parts_ms: dict[str, float]  # means; with `prepare` they make up TTFT
     peak_rss_mb: float
+    others_cpu: float | None  # share of all cores that other processes took meanwhile
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -95,6 +96,7 @@ def summarise(
     before: Mapping[str, float],
     after: Mapping[str, float],
     peak_rss_mb: float,
+    others_cpu: float | None,
 ) -> Summary:
     """`before` and `after` are `parse_counters` around the phase of `seconds`."""
     assert records
@@ -125,4 +127,5 @@ def summarise(
             "text": mean(r.timings.prompt_ms - r.timings.image_ms for r in records),
         },
         peak_rss_mb=peak_rss_mb,
+        others_cpu=others_cpu,
     )

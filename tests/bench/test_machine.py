@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -65,3 +66,19 @@ def test_the_bound_divides_bandwidth_by_the_bytes_of_a_step() -> None:
 def test_bandwidth_is_a_plausible_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "BUFFER_BYTES", 2**20)
     assert 1e7 < machine.read_bandwidth(torch.device("cpu"), repeats=1) < 1e14
+
+
+def test_the_work_of_other_processes_is_theirs_and_own_work_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    clock = iter([(0.0, 100.0, 5.0), (10.0, 117.0, 10.0)])
+    monkeypatch.setattr(machine.Neighbours, "_now", lambda self: next(clock))
+    assert machine.Neighbours().share() == pytest.approx((17 - 5) / (10 * 2))
+
+
+def test_where_the_system_does_not_say_the_share_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine.Neighbours, "_now", lambda self: None)
+    assert machine.Neighbours().share() is None

@@ -30,6 +30,7 @@ PHASE = Summary(
     prefill_decode_ratio=1.75,
     ttft_parts_ms={"prepare": 1.5, "queue": 2.5, "images": 3.5, "text": 4.5},
     peak_rss_mb=987.0,
+    others_cpu=0.03,
 )
 COMPARISON = Comparison(
     peer="the other",
@@ -38,6 +39,7 @@ COMPARISON = Comparison(
     ours=Speed(100.0, 80.0, 40.0),
     batched=Speed(250.0, 20.0, 10.0),
     one_by_one=Speed(300.0, 16.0, 8.0),
+    others_cpu=0.04,
 )
 REPORT = Report(
     command="mmserve bench text",
@@ -73,6 +75,7 @@ def row(text: str, start: str) -> list[str]:
         ("prefill / decode seconds", "1.75"),
         ("peak RSS so far, MB", "987"),
         ("of TTFT, mean ms: images", "3.5"),
+        ("cores taken by other processes", "3.0 %"),
     ],
 )
 def test_each_figure_has_its_row(start: str, shown: str) -> None:

@@ -81,8 +81,9 @@ def test_the_figures_of_a_phase() -> None:
     metrics.decode_seconds.inc(2)
     after = parse_counters(metrics.render().decode())
     records = [record(0.1, 0.2, 0.4), record(0.3, 0.4, 0.5, prompt_tokens=30)]
-    got = summarise("load", records, 2.0, before, after, 123.0)
-    assert (got.phase, got.requests, got.seconds, got.peak_rss_mb) == ("load", 2, 2.0, 123.0)
+    got = summarise("load", records, 2.0, before, after, 123.0, 0.25)
+    assert (got.phase, got.requests, got.seconds) == ("load", 2, 2.0)
+    assert (got.peak_rss_mb, got.others_cpu) == (123.0, 0.25)
     assert (got.ttft_ms.p50, got.ttft_ms.p90) == pytest.approx((100, 300))
     assert (got.inter_token_ms.p50, got.inter_token_ms.p99) == pytest.approx((100, 200))
     assert got.output_tokens_per_s == pytest.approx(3.0)
@@ -100,7 +101,7 @@ def test_the_figures_of_a_phase() -> None:
 
 def test_single_token_answers_have_a_first_token_and_no_rate() -> None:
     counters = parse_counters(Metrics().render().decode())
-    got = summarise("load", [record(0.1)], 1.0, counters, counters, 0.0)
+    got = summarise("load", [record(0.1)], 1.0, counters, counters, 0.0, None)
     assert got.inter_token_ms == Quantiles(0.0, 0.0, 0.0)
     assert got.stream_tokens_per_s == 0.0
     assert got.prefill_decode_ratio is None
