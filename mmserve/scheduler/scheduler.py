@@ -3,15 +3,15 @@
 Owns the waiting and running queues, admission, chunked prefill, preemption and the sequences' page
 references. Knows nothing of tensors, weights or sockets.
 
-Progress: running sequences are kept in order of arrival (prefills without output count as latest of
-all) and only a later one is preempted for an earlier one, so the earliest always moves; a sequence
+Progress: both queues are kept in order of arrival (prefills without output count as latest of all)
+and only a later sequence is preempted for an earlier one, so the earliest always moves; a sequence
 takes all its images' pages or none, so two can never wait for each other; and `check_admissible`
-has proved that each fits alone.
+has proved that each fits alone. A prefill without output gets only what the real turns leave.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
 
 from mmserve.cache.page_pool import PagePool
@@ -57,7 +57,7 @@ class Scheduler:
         self.radix = radix
         self.page_size = page_size
         self.max_model_len = max_model_len
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._counts = Counts()
 
@@ -93,9 +93,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue by rank: a prefill without output waits behind every real turn."""
-        self.waiting.append(seq)
-        if len(self.waiting) > 1 and _rank(seq) < _rank(self.waiting[-2]):
-            self.waiting = deque(sorted(self.waiting, key=_rank))
+        insort(self.waiting, seq, key=_rank)
 
     def take_counts(self) -> Counts:
         """The counts since the last call."""
@@ -120,24 +118,36 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Choose the next step: running sequences first, then as many waiting ones as fit."""
         batch = Batch()
-        # Decoding sequences come first, so that a long prefill cannot delay a token.
-        for seq in sorted(self.running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1):
-            if seq.status is SequenceStatus.RUNNING:
-                self._add_chunk(batch, seq)
-        while self.waiting and self._room(batch) and self._admit(self.waiting[0]):
-            seq = self.waiting.popleft()
-            seq.status = SequenceStatus.RUNNING
-            self.running.append(seq)
-            self.running.sort(key=_rank)
-            self._add_chunk(batch, seq)
-        batch.chunks = [c for c in batch.chunks if c.seq.status is SequenceStatus.RUNNING]
+        for prefill_only in (False, True):
+            self._continue(batch, prefill_only)
+            self._admit_waiting(batch, prefill_only)
         return batch
 
-    def _room(self, batch: Batch) -> bool:
-        return (
-            len(self.running) < self.config.max_num_seqs
-            and batch.num_tokens < self.config.max_num_batched_tokens
-        )
+    def _continue(self, batch: Batch, prefill_only: bool) -> None:
+        running = [s for s in self.running if s.request.prefill_only is prefill_only]
+        # Decoding sequences come first, so that a long prefill cannot delay a token.
+        for seq in sorted(running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1):
+            if seq.status is SequenceStatus.RUNNING:
+                self._add_chunk(batch, seq)
+
+    def _admit_waiting(self, batch: Batch, prefill_only: bool) -> None:
+        while self.waiting and batch.num_tokens < self.config.max_num_batched_tokens:
+            seq = self.waiting[0]
+            if seq.request.prefill_only is not prefill_only or not self._seat(batch, seq):
+                return
+            self.waiting.remove(seq)
+            seq.status = SequenceStatus.RUNNING
+            insort(self.running, seq, key=_rank)
+            self._add_chunk(batch, seq)
+
+    def _seat(self, batch: Batch, seq: Sequence) -> bool:
+        """Admit a sequence; a real turn may take the place of a prefill without output."""
+        while len(self.running) >= self.config.max_num_seqs or not self._admit(seq):
+            last = self.running[-1] if self.running else seq
+            if seq.request.prefill_only or not last.request.prefill_only:
+                return False
+            self._preempt(batch, last)
+        return True
 
     def _admit(self, seq: Sequence) -> bool:
         """Take the sequence's images and cached prefix; False leaves it as it was."""
@@ -179,7 +189,7 @@ class Scheduler:
         start = seq.num_computed_tokens
         budget = self.config.max_num_batched_tokens - batch.num_tokens
         count = min(end - start, budget)
-        if count <= 0 or not self._ensure_pages(seq, start + count):
+        if count <= 0 or not self._ensure_pages(batch, seq, start + count):
             return
         whole = start + count == seq.num_tokens
         samples = whole and not seq.request.prefill_only
@@ -209,27 +219,33 @@ class Scheduler:
     def _evictable(self) -> int:
         return self.radix.evictable_pages if self.radix else 0
 
-    def _ensure_pages(self, seq: Sequence, tokens: int) -> bool:
+    def _ensure_pages(self, batch: Batch, seq: Sequence, tokens: int) -> bool:
         """Give the sequence pages for `tokens` text tokens, preempting later ones if need be."""
         need = self._pages_for(tokens) - len(seq.pages)
         while need > self.text.num_free:
             if self.radix and self.radix.evict(need - self.text.num_free):
                 continue
             victim = self.running[-1]
-            self._preempt(victim)
+            self._preempt(batch, victim)
             if victim is seq:
                 return False
         if need > 0:
             seq.pages.extend(self.text.allocate(need))
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Back to the head of the queue; its computed pages stay findable until evicted."""
+    def _preempt(self, batch: Batch, seq: Sequence) -> None:
+        """Back into the queue, and nothing more of it in this step.
+
+        Its computed pages stay findable until evicted.
+        """
         self._counts.preemptions += 1
         self._give_back(seq)
         seq.status = SequenceStatus.PREEMPTED
         self.running.remove(seq)
-        self.waiting.appendleft(seq)
+        insort(self.waiting, seq, key=_rank)
+        batch.chunks = [c for c in batch.chunks if c.seq is not seq]
+        # An image that only this sequence held has lost its pages with the last reference.
+        batch.images = [j for j in batch.images if self.vision.lookup(j.image.digest)]
 
     def _give_back(self, seq: Sequence) -> None:
         self.cache_prefix(seq)
