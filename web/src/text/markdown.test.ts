@@ -74,6 +74,11 @@ describe('growing Markdown', () => {
   });
 });
 
+it('shows an answer that is only a number with a full stop', () => {
+  expect(htmlOf(new MarkdownStream(), '3.', true)).toBe('<p>3.</p>\n');
+  expect(htmlOf(new MarkdownStream(), '3. cats', true)).toContain('<ol start="3">');
+});
+
 describe('hostile Markdown', () => {
   const attacks = [
     '<script>alert(1)</script>',

@@ -39,6 +39,11 @@ const marked = new Marked({
       const label = escapeHtml(text === '' ? href : text);
       return LINK.test(href) ? `<a href="${escapeHtml(href)}">${label}</a>` : label;
     },
+    list({ items, raw }) {
+      // A bare "3." is a short answer, not a list of nothing.
+      const empty = items.every(({ text }) => text.trim() === '');
+      return empty ? `<p>${escapeHtml(raw.trim())}</p>\n` : false;
+    },
     checkbox({ checked }) {
       return checked ? '☑ ' : '☐ ';
     },
@@ -66,6 +71,7 @@ function sanitise(html: string): string {
     ],
     ALLOWED_ATTR: ['href', 'title', 'class', 'start'],
     ALLOWED_URI_REGEXP: LINK,
+    ADD_URI_SAFE_ATTR: ['start'],
     ALLOW_DATA_ATTR: false,
     ALLOW_ARIA_ATTR: false,
   });
