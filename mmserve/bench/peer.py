@@ -160,10 +160,10 @@ async def compare(
                 )
                 runs.append((ours, batched, one_by_one))
                 lengths += [prompt.num_tokens for prompt in prompts]
-            columns = zip(*runs[1:], strict=True)  # the first repeat warms up both sides
-            medians = [Speed.median(column) for column in columns]
+            # The first repeat warms up both sides.
+            ours, batched, one_by_one = map(Speed.median, zip(*runs[1:], strict=True))
             length, others = statistics.fmean(lengths), neighbours.share()
-            out.append(Comparison(peer.name, streams, length, *medians, others))
+            out.append(Comparison(peer.name, streams, length, ours, batched, one_by_one, others))
     return out
 
 
