@@ -120,6 +120,8 @@ class Engine:
         """Write one image's KV; a failure ends the requests that need it and no others."""
         started = time.monotonic()
         digest = job.image.digest
+        if self.runner.vision.index.lookup(digest) is None:
+            return  # its last holder has just ended, with another image that failed
         holders = [
             live
             for live in self._live.values()

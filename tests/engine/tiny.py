@@ -1,19 +1,31 @@
-"""A tiny random model on the CPU, and its plain dense counterpart."""
+"""A tiny random model on the CPU, its plain dense counterpart, and engines around it."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-HIDDEN, VOCAB, IMAGE_TOKENS, IMAGE_SIZE = 48, 97, 20, 8
+from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmserve.engine.engine import Engine
+
+HIDDEN, LAYERS, KV_HEADS, HEAD_DIM = 96, 3, 2, 16
+VOCAB = 264  # 259 known tokens, padded as models' vocabularies often are
+IMAGE_TOKENS, IMAGE_SIZE = 20, 8
+MAX_LEN = 512
+PAGE_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * 16 * 4
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END = 2
 
 
 class TinyVision(nn.Module):
-    """uint8 [N, 3, 8, 8] -> [N, 20, 48]: a fixed random linear map."""
+    """uint8 [N, 3, 8, 8] -> [N, 20, 96]: a fixed random linear map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,28 +38,87 @@ class TinyVision(nn.Module):
         return (flat @ self.weight.T).view(-1, IMAGE_TOKENS, HIDDEN)
 
 
-def tiny_lm() -> Any:
+@functools.cache
+def _lm() -> Any:
     """A 3-layer Llama with grouped heads, float32, seeded."""
     torch.manual_seed(7)
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=80,
-        num_hidden_layers=3,
+        num_hidden_layers=LAYERS,
         num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
         vocab_size=VOCAB,
         max_position_embeddings=4096,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=END,
     )
     config._attn_implementation = "eager"
-    lm = LlamaForCausalLM(config).eval()
+    lm = LlamaForCausalLM(config).eval().requires_grad_(False)
     for parameter in lm.parameters():  # livelier than the small default initialisation
-        parameter.data.mul_(3) if parameter.dim() > 1 else None
+        if parameter.dim() > 1:
+            parameter.data.mul_(3)
     return lm
 
 
-def tiny_model() -> Any:
+def tiny_lm() -> Any:
+    return copy.deepcopy(_lm())
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """One token a byte, and three special ones."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *letters))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def tiny_model(max_model_len: int = MAX_LEN) -> Any:
     """What the loader returns, for the tiny model."""
-    return SimpleNamespace(lm=tiny_lm(), vision=TinyVision())
+    spec = SimpleNamespace(
+        name="tiny",
+        max_model_len=max_model_len,
+        system_prompt="Be brief.",
+        image_prefix="Image {k}: ",
+        image_suffix="\n",
+        image_size=IMAGE_SIZE,
+        num_image_tokens=IMAGE_TOKENS,
+        weights_id=bytes(32),
+    )
+    return SimpleNamespace(
+        lm=tiny_lm(),
+        vision=TinyVision().requires_grad_(False),
+        tokenizer=tiny_tokenizer(),
+        spec=spec,
+        device=torch.device("cpu"),
+    )
+
+
+def tiny_config(
+    *,
+    dtype: str = "float32",
+    text_pages: int = 200,
+    vision_pages: int = 40,
+    prefix_caching: bool = True,
+    **scheduler: int,
+) -> EngineConfig:
+    """Budgets in pages of 16 tokens; an image takes two."""
+    return EngineConfig(
+        model=ModelConfig(model="tiny", dtype=dtype),
+        cache=CacheConfig(
+            text_bytes=text_pages * PAGE_BYTES,
+            vision_bytes=vision_pages * PAGE_BYTES,
+            prefix_caching=prefix_caching,
+        ),
+        scheduler=SchedulerConfig(**scheduler),
+    )
+
+
+def build_tiny(config: EngineConfig) -> Engine:
+    return Engine(config, tiny_model())

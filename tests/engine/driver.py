@@ -1,0 +1,128 @@
+"""Drives an engine step by step in the test's own thread and keeps what came out."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from mmserve.engine.engine import Engine
+from mmserve.engine.model_runner import Logits
+from mmserve.request import (
+    ImageInput,
+    ImageSegment,
+    Request,
+    SamplingParams,
+    Segment,
+    TextSegment,
+    TokenEvent,
+)
+from mmserve.scheduler.batch import Batch
+from tests.vision.images import encode, noise
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+def picture(seed: int, size: int = 8) -> bytes:
+    """A small PNG file that differs with the seed."""
+    return encode(noise(size, size, seed), "PNG")
+
+
+def words(seed: int, count: int) -> TextSegment:
+    """Plain random tokens, none of them special."""
+    random = torch.Generator().manual_seed(seed)
+    return TextSegment(tuple(torch.randint(3, 259, (count,), generator=random).tolist()))
+
+
+class Driver:
+    """Checks the books of both pools after every step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.events: dict[str, list[TokenEvent]] = {}
+        self.logits: dict[str, list[Tensor]] = {}
+        self._ids = map(str, itertools.count())
+        self._run = engine.runner.run
+        engine.runner.run = self._recorded  # type: ignore[method-assign]
+
+    def _recorded(self, batch: Batch) -> Logits | None:
+        logits = self._run(batch)
+        if logits is not None:
+            for chunk, row in zip(logits.chunks, logits.values, strict=True):
+                self.logits.setdefault(chunk.seq.id, []).append(row.clone())
+        return logits
+
+    def image(self, data: bytes) -> ImageSegment:
+        return ImageSegment(self.engine.pipeline.prepare(data))
+
+    def submit(
+        self,
+        segments: tuple[Segment, ...],
+        params: SamplingParams = GREEDY,
+        *,
+        prefill_only: bool = False,
+    ) -> str:
+        request = Request(next(self._ids), segments, params, prefill_only)
+        text = sum(len(s.token_ids) for s in segments if isinstance(s, TextSegment))
+        images = sum(image.num_tokens for image in request.images)
+        self.engine.scheduler.check_admissible(request, text, images)
+        self.engine.add(request)
+        self.events[request.id] = []
+        return request.id
+
+    def step(self) -> None:
+        for request_id, event in self.engine.step():
+            self.events[request_id].append(event)
+        self.engine.scheduler.check_invariants()
+
+    def run(self) -> None:
+        for _ in range(20_000):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError(f"no end in sight: {self.engine.describe()}")
+
+    def ask(self, *segments: Segment, params: SamplingParams = GREEDY) -> list[int]:
+        """Submit, run to the end; the tokens."""
+        request = self.submit(segments, params)
+        self.run()
+        return self.tokens(request)
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self.engine.scheduler.check_invariants()
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for event in self.events[request_id] for token in event.token_ids]
+
+    def text(self, request_id: str) -> str:
+        return "".join(event.text for event in self.events[request_id])
+
+    def last(self, request_id: str) -> TokenEvent:
+        """The event that ended a request; it came once, at the end."""
+        *others, last = self.events[request_id]
+        assert last.finish_reason is not None and last.usage is not None
+        assert all(event.finish_reason is None for event in others)
+        return last
+
+    def kv(self, image: ImageInput) -> Tensor:
+        """The bytes stored of an image, in logical order."""
+        entry = self.engine.runner.vision.index.lookup(image.digest)
+        assert entry is not None and entry.ready
+        tokens = self.engine.runner.vision.tensor[:, :, :, entry.pages].flatten(3, 4)
+        return tokens[:, :, :, : image.num_tokens].clone()
+
+    def counts(self) -> tuple[float, float, float]:
+        """Encoder runs, image decodes and writes to the vision pool so far."""
+        m = self.engine.metrics
+        counters = (m.vision_encoder_runs, m.image_decodes, m.vision_kv_writes)
+        return tuple(next(iter(c.collect())).samples[0].value for c in counters)  # type: ignore[return-value]
+
+    def assert_idle(self) -> None:
+        """Text pages are free or cached; no image is referred to; nobody runs or waits."""
+        scheduler, vision = self.engine.scheduler, self.engine.runner.vision.index
+        cached = scheduler.radix.evictable_pages if scheduler.radix else 0
+        assert scheduler.text.num_free + cached == scheduler.text.num_pages
+        assert vision.num_referenced == 0 and vision.num_available == vision.num_pages
+        assert not scheduler.has_work and not self.engine.has_work
