@@ -53,7 +53,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64  # sequences running in one step
     max_num_batched_tokens: int = 512  # text tokens in one step
     max_images_per_step: int = 16  # encoder runs in one step
-    max_waiting: int = 1024  # requests queued before 429
+    max_waiting: int = 1024  # requests beyond max_num_seqs before 429
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,21 @@ from mmserve.engine.sampler import validate
 from mmserve.errors import (
     ContextLengthExceededError,
     EngineUnavailableError,
+    QueueFullError,
     TooManyImagesError,
 )
 from mmserve.metrics import Metrics
 from mmserve.model.loader import load_model
 from mmserve.prompt import ImagePart, Message, Prompt
-from mmserve.request import FinishReason, ImageInput, Request, SamplingParams, TokenEvent
+from mmserve.request import (
+    FinishReason,
+    ImageInput,
+    Request,
+    SamplingParams,
+    Timings,
+    TokenEvent,
+    Usage,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +185,13 @@ class AsyncEngine:
         engine = self.engine
         if self.status != "ok":
             raise EngineUnavailableError(f"The engine is {self.status}.", code="shutting_down")
+        # Counted here, where they come in: the engine's own queue lags behind a burst.
+        limits = self.config.scheduler
+        if len(self._generations) >= limits.max_num_seqs + limits.max_waiting:
+            raise QueueFullError(
+                f"{len(self._generations)} requests are running or waiting; the limit is "
+                f"{limits.max_num_seqs + limits.max_waiting}."
+            )
         validate(params, engine.tokenizer.vocab_size)
         request = Request(request_id, prompt.segments, params, prefill_only)
         engine.scheduler.check_admissible(request, prompt.num_text_tokens, prompt.num_image_tokens)
@@ -198,9 +214,23 @@ class AsyncEngine:
                 del self._generations[request_id]
             generation.put(event)
 
+    def _end_all(self) -> None:
+        """Nobody waits for ever for an engine that has died."""
+        reason, error = FinishReason.ERROR, "The engine has stopped."
+        event = TokenEvent(finish_reason=reason, error=error, usage=Usage(), timings=Timings())
+        self._dispatch([(request_id, event) for request_id in self._generations])
+
     # -- the engine thread ----------------------------------------------------------------------
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self._step_until_stopped(loop)
+        except Exception:
+            logger.exception("the engine cannot go on")
+            self.status = "dead"
+            loop.call_soon_threadsafe(self._end_all)
+
+    def _step_until_stopped(self, loop: asyncio.AbstractEventLoop) -> None:
         engine = self.engine
         moved = time.monotonic()
         while self._take_commands(engine):

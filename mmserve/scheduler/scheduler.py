@@ -18,7 +18,7 @@ from mmserve.cache.page_pool import PagePool
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.vision_index import VisionIndex
 from mmserve.config import SchedulerConfig
-from mmserve.errors import ContextLengthExceededError, QueueFullError
+from mmserve.errors import ContextLengthExceededError
 from mmserve.request import Request, Sequence, SequenceStatus
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
 
@@ -66,10 +66,8 @@ class Scheduler:
     def check_admissible(self, request: Request, num_prompt: int, num_image: int) -> None:
         """Refuse at once what can never run. Counts are text and image tokens of the prompt.
 
-        Raises ContextLengthExceededError (context, text pool or vision pool) or QueueFullError.
+        Raises ContextLengthExceededError (context, text pool or vision pool).
         """
-        if len(self.waiting) >= self.config.max_waiting:
-            raise QueueFullError(f"{len(self.waiting)} requests are waiting; the limit is that.")
         asked = num_prompt + num_image
         share = f"{num_image} of them for images" if num_image else "no images"
         room = self.max_model_len - (0 if request.prefill_only else 1)

@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from mmserve.config import SchedulerConfig
-from mmserve.errors import ContextLengthExceededError, QueueFullError, RequestError
+from mmserve.errors import ContextLengthExceededError
 from mmserve.request import (
     ImageInput,
     ImageSegment,
-    Request,
-    SamplingParams,
     Segment,
     Sequence,
     SequenceStatus,
@@ -155,15 +153,6 @@ def test_a_prompt_that_fills_the_pool_but_one_slot_runs() -> None:
     world.run()
     with pytest.raises(ContextLengthExceededError):
         world.submit(prompt(16), 1)
-
-
-def test_a_full_queue_refuses_with_429() -> None:
-    world = World(config=SchedulerConfig(max_waiting=2))
-    for _ in range(2):
-        world.submit(prompt(3))
-    with pytest.raises(QueueFullError, match="2") as refused:
-        world.submit(prompt(3))
-    assert refused.value.status == 429 and isinstance(refused.value, RequestError)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 64])
@@ -346,10 +335,3 @@ def test_a_failed_image_ends_its_holders_and_no_others() -> None:
     world.run()
     world.assert_right()
     world.assert_idle()
-
-
-def test_admission_does_not_count_a_request_against_itself() -> None:
-    world = World(config=SchedulerConfig(max_waiting=1))
-    request = Request("x", prompt(3), SamplingParams())
-    world.scheduler.check_admissible(request, 3, 0)
-    world.submit(prompt(3))
