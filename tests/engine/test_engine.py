@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import resource
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +13,15 @@ import torch
 from torch import Tensor
 
 from mmserve.errors import ContextLengthExceededError
-from mmserve.request import FinishReason, SamplingParams, TextSegment, TokenEvent, Usage
+from mmserve.request import (
+    FinishReason,
+    ImageInput,
+    ImageSegment,
+    SamplingParams,
+    TextSegment,
+    TokenEvent,
+    Usage,
+)
 from tests.engine.driver import GREEDY, Driver, picture, words
 from tests.engine.tiny import END, IMAGE_TOKENS, MAX_LEN, TinyVision, build_tiny, tiny_config
 
@@ -298,3 +309,38 @@ def test_text_only_prompts_need_no_vision_page() -> None:
     assert len(d.ask(TextSegment((5, 6, 7)))) == 8
     with pytest.raises(ContextLengthExceededError, match="need 2 vision pages"):
         d.submit((d.image(A), words(1, 3)))
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def test_two_thousand_distinct_images_leave_memory_flat() -> None:
+    d = driver(text_pages=40, vision_pages=64, max_num_batched_tokens=256)
+    index = d.engine.runner.vision.index
+    alive: weakref.WeakSet[ImageInput] = weakref.WeakSet()
+
+    def send(first: int, count: int) -> None:
+        for n in range(first, first + count):
+            data = n.to_bytes(32, "big")
+            pixels = torch.full((3, 8, 8), n % 256, dtype=torch.uint8).numpy()
+            image = ImageInput(data, b"", IMAGE_TOKENS, pixels)
+            alive.add(image)
+            segments = (words(n, 3), ImageSegment(image), words(n, 2))
+            d.submit(segments, replace(GREEDY, max_tokens=1))
+            del image, segments
+            if n % 16 == 15:
+                d.run()
+        d.run()
+        d.events.clear()
+        d.logits.clear()
+
+    send(0, 500)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+    send(500, 1500)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    d.assert_idle()
+    assert index.stats.misses == 2000 and index.stats.evictions >= 2000 - 32
+    assert index.num_used <= index.num_pages == 64
+    gc.collect()
+    assert not alive, "an image is kept after its request"
+    assert grown < 16 * 1024, f"{grown} KiB more after 1,500 more images"

@@ -5,10 +5,7 @@ PAGED = DENSE, HIT = MISS, BATCHED = ALONE, PREEMPTED = LEFT IN PEACE, ABORTED =
 
 from __future__ import annotations
 
-import gc
 import random
-import resource
-import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +18,6 @@ from hypothesis import strategies as st
 from mmserve.kernels import int8
 from mmserve.request import (
     FinishReason,
-    ImageInput,
     ImageSegment,
     SamplingParams,
     Segment,
@@ -373,35 +369,3 @@ def test_two_hundred_aborts_at_any_moment_give_everything_back_and_disturb_nobod
     assert [d.tokens(request) for request in keep] == expected
     reasons = {d.last(request).finish_reason for request in d.events}
     assert FinishReason.ABORT in reasons and FinishReason.ERROR not in reasons
-
-
-def test_two_thousand_distinct_images_leave_memory_flat() -> None:
-    d = driver(text_pages=40, vision_pages=64, max_num_batched_tokens=256)
-    index = d.engine.runner.vision.index
-    alive: weakref.WeakSet[ImageInput] = weakref.WeakSet()
-
-    def send(first: int, count: int) -> None:
-        for n in range(first, first + count):
-            data = n.to_bytes(32, "big")
-            pixels = torch.full((3, 8, 8), n % 256, dtype=torch.uint8).numpy()
-            image = ImageInput(data, b"", IMAGE_TOKENS, pixels)
-            alive.add(image)
-            segments = (words(n, 3), ImageSegment(image), words(n, 2))
-            d.submit(segments, replace(GREEDY, max_tokens=1))
-            del image, segments
-            if n % 16 == 15:
-                d.run()
-        d.run()
-        d.events.clear()
-        d.logits.clear()
-
-    send(0, 500)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
-    send(500, 1500)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    d.assert_idle()
-    assert index.stats.misses == 2000 and index.stats.evictions >= 2000 - 32
-    assert index.num_used <= index.num_pages == 64
-    gc.collect()
-    assert not alive, "an image is kept after its request"
-    assert grown < 16 * 1024, f"{grown} KiB more after 1,500 more images"
