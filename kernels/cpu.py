@@ -208,14 +208,16 @@ def _add_values(
 
 
 @_jit
-def decode_attention(
+def row_attention(
     q: Floats,
-    text: tuple[Floats, Floats],
+    own: tuple[Floats, Floats],
     vision: tuple[Floats, Floats],
     size: int,
-    text_pages: Ints,
-    text_len: Ints,
-    image_start: Ints,
+    pages: Ints,
+    row: Ints,
+    hi: Ints,
+    image_first: Ints,
+    image_last: Ints,
     image_pages: Ints,
     image_len: Ints,
     cos: Floats,
@@ -223,30 +225,31 @@ def decode_attention(
     scale: float,
     out: Floats,
 ) -> None:
-    """One query a sequence over its text pages and all its images, each page read once.
+    """Every query by itself over its own pages and the images before it.
 
-    q, out [B, H, D]; text and vision: (K, V), each [Hkv, slots, D]; text_pages int64 [B, P],
-    text_len int64 [B]; sequence b's images are rows image_start[b] : image_start[b + 1] of
-    image_pages int64 [N, V], image_len int64 [N] and cos, sin [N, D / 2] of the angle -base.
+    q, out [M, H, D]; own and vision: (K, V), each [Hkv, slots, D]; query m reads hi[m] tokens in
+    pages[row[m]], pages int64 [B, P], and the images image_first[m] : image_last[m] of image_pages
+    int64 [N, V], image_len int64 [N] and cos, sin [N, D / 2] of the angle -base.
     """
-    num_seqs, heads, dim = q.shape
-    kv_heads, half = text[0].shape[0], dim // 2
+    count, heads, dim = q.shape
+    kv_heads, half = own[0].shape[0], dim // 2
     group = heads // kv_heads
     turned = np.empty((group, dim), np.float32)
-    for b in range(num_seqs):
-        first, last = image_start[b], image_start[b + 1]
-        total = text_len[b] + image_len[first:last].sum()
+    for m in range(count):
+        first, last, length = image_first[m], image_last[m], hi[m]
+        mine = pages[row[m]]
+        total = length + image_len[first:last].sum()
         scores, bits = np.empty((group, total), np.float32), np.empty(total, np.int32)
         powers = bits.view(np.float32)
         for h in range(kv_heads):
-            own = q[b, h * group : (h + 1) * group] * np.float32(scale)
-            result = out[b, h * group : (h + 1) * group]
-            _read_scores(own, text[0][h], text_pages[b], text_len[b], size, scores, 0)
-            at = text_len[b]
+            asked = q[m, h * group : (h + 1) * group] * np.float32(scale)
+            result = out[m, h * group : (h + 1) * group]
+            _read_scores(asked, own[0][h], mine, length, size, scores, 0)
+            at = length
             for n in range(first, last):
                 for g in range(group):
                     for d in range(half):
-                        x, y = own[g, d], own[g, half + d]
+                        x, y = asked[g, d], asked[g, half + d]
                         turned[g, d] = x * cos[n, d] - y * sin[n, d]
                         turned[g, half + d] = y * cos[n, d] + x * sin[n, d]
                 _read_scores(turned, vision[0][h], image_pages[n], image_len[n], size, scores, at)
@@ -255,8 +258,8 @@ def decode_attention(
                 _exp_minus(scores[g], scores[g].max(), bits, powers)
                 scores[g] /= scores[g].sum()
             result[:] = 0
-            _add_values(scores, 0, text[1][h], text_pages[b], text_len[b], size, result)
-            at = text_len[b]
+            _add_values(scores, 0, own[1][h], mine, length, size, result)
+            at = length
             for n in range(first, last):
                 _add_values(scores, at, vision[1][h], image_pages[n], image_len[n], size, result)
                 at += image_len[n]

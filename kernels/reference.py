@@ -51,11 +51,20 @@ class QueryGroup:
     max_images: int
 
     @cached_property
+    def num_reads(self) -> int:
+        """Pairs of a query and a key."""
+        return int(self.hi.sum() + (self.image_seen.sum(1) * self.image_len).sum())
+
+    @cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """What the compiled decode kernel reads, as numpy views; only for Q = 1."""
-        image_start = torch.searchsorted(self.image_row, torch.arange(self.num_seqs + 1))
-        parts = (self.pages, self.hi[:, 0], image_start, self.image_pages, self.image_len)
-        return tuple(x.contiguous().numpy() for x in (*parts, self.cos, self.sin))
+        """What `cpu.row_attention` reads between the pools and the scale, as numpy views."""
+        row = torch.arange(self.num_seqs).repeat_interleave(self.num_queries)
+        seen = torch.zeros(self.num_seqs, self.num_queries, dtype=torch.long)
+        seen.index_add_(0, self.image_row, self.image_seen.long())
+        first = torch.searchsorted(self.image_row, row)
+        reads = (self.hi.flatten(), first, first + seen.flatten())
+        parts = (self.pages, row, *reads, self.image_pages, self.image_len, self.cos, self.sin)
+        return tuple(x.contiguous().numpy() for x in parts)
 
 
 @dataclass(frozen=True)

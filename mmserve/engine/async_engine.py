@@ -103,8 +103,20 @@ class AsyncEngine:
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="prepare")
 
     async def start(self) -> None:
-        """Load the model and start stepping. Raises what loading raises."""
-        self._engine = await asyncio.to_thread(self._build, self.config)
+        """Load the model and start stepping. Raises what loading raises.
+
+        The engine's thread loads, too: OpenMP keeps a team of workers for every thread that ever
+        computed, and with more of them than cores it stops spinning between two products, which
+        made each step of a small model a half longer.
+        """
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[Engine] = loop.create_future()
+        arguments = (loop, loaded)
+        self._thread = threading.Thread(
+            target=self._run, args=arguments, name="engine", daemon=True
+        )
+        self._thread.start()
+        self._engine = await loaded
         spec = self._engine.spec
         self.info = ModelInfo(
             name=self.config.model.served_name or spec.name,
@@ -113,9 +125,6 @@ class AsyncEngine:
             image_limits=self.config.images,
             created=int(time.time()),
         )
-        loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, args=(loop,), name="engine", daemon=True)
-        self._thread.start()
         self.status = "ok"
 
     async def stop(self) -> None:
@@ -222,16 +231,21 @@ class AsyncEngine:
 
     # -- the engine thread ----------------------------------------------------------------------
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop, loaded: asyncio.Future[Engine]) -> None:
         try:
-            self._step_until_stopped(loop)
+            engine = self._build(self.config)
+        except Exception as error:
+            loop.call_soon_threadsafe(loaded.set_exception, error)
+            return
+        loop.call_soon_threadsafe(loaded.set_result, engine)
+        try:
+            self._step_until_stopped(engine, loop)
         except Exception:
             logger.exception("the engine cannot go on")
             self.status = "dead"
             loop.call_soon_threadsafe(self._end_all)
 
-    def _step_until_stopped(self, loop: asyncio.AbstractEventLoop) -> None:
-        engine = self.engine
+    def _step_until_stopped(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         moved = time.monotonic()
         while self._take_commands(engine):
             try:
