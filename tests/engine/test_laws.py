@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from mmserve.kernels import int8
 from mmserve.request import (
@@ -158,6 +159,27 @@ def test_preempted_equals_left_in_peace(dense: Any) -> None:
     assert_dense(d, dense, [Ask((20, "a", 9), n, 50) for n in range(4)])
     counter = next(iter(d.engine.metrics.num_preemptions.collect())).samples[0].value
     assert counter >= 3, "the pool was too large for this test to mean anything"
+
+
+@pytest.mark.skipif(not int8.supported(), reason="no byte dot products")
+@pytest.mark.parametrize("budget", [7, 64, 500])
+def test_with_8_bit_weights_logits_are_the_rounded_models(budget: int) -> None:
+    """Dense, with weights that hold exactly what eight bits hold; activations keep fifteen."""
+    rounded = tiny_model()
+    rounded.lm.lm_head.weight = nn.Parameter(rounded.lm.lm_head.weight.clone())
+    for module in rounded.lm.modules():
+        if isinstance(module, nn.Linear):
+            held, scale = int8.quantize_weight(module.weight)
+            module.weight.data = held.t().float() * scale[:, None]
+    d = driver(dtype="int8", max_num_batched_tokens=budget)
+    for ask in (Ask((5, "a", 11, "b", 150)), Ask(("c", "a", 20), 2), Ask((1, "a", 90, "c", 1))):
+        segments = ask.segments(d)
+        request = d.submit(segments)
+        d.run()
+        whole = (*segments, TextSegment(tuple(d.tokens(request)[:-1])))
+        expected = dense_logits(rounded, *embed(rounded, whole))[-len(d.tokens(request)) :]
+        error = (torch.stack(d.logits[request]) - expected).abs().max()
+        assert float(error) < 0.01 * float(expected.std())
 
 
 # -- HIT = MISS ---------------------------------------------------------------------------------

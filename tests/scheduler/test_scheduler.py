@@ -195,6 +195,35 @@ def test_a_long_prompt_does_not_hold_back_a_running_answer() -> None:
         assert answer in [c.seq for c in world.step().chunks]
 
 
+def waits_for_images(text: int) -> tuple[Segment, ...]:
+    """A prompt that for five steps, at one encoder run each, has nothing to compute."""
+    return prompt(1, *(image(n, 4) for n in range(5)), text, base=200)
+
+
+def test_an_earlier_prompt_that_comes_late_does_not_hold_back_a_running_answer() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=4, max_images_per_step=1)
+    world = World(config=config)
+    world.submit(waits_for_images(60))
+    answer = world.submit(prompt(3), 18)
+    world.step()
+    while not answer.finished:
+        assert answer in [c.seq for c in world.step().chunks]
+
+
+def test_a_sequence_preempted_within_a_step_is_not_part_of_it() -> None:
+    """The later one has its next token planned when the earlier one takes its pages."""
+    config = SchedulerConfig(max_num_batched_tokens=64, max_images_per_step=1)
+    world = World(text_pages=7, vision_pages=8, config=config)
+    first = world.submit(waits_for_images(20), 2)
+    later = world.submit(prompt(6), 20)
+    while not world.preemptions:
+        batch = world.step()
+    assert [c.seq for c in batch.chunks] == [first] and later.status is SequenceStatus.PREEMPTED
+    world.run()
+    world.assert_right()
+    world.assert_idle()
+
+
 def test_a_second_turn_finds_the_first_ones_pages_and_images() -> None:
     world = World()
     first = prompt(9, image(0), 9)
