@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mmserve.tokenizer import Tokenizer
+
+# Read when PyTorch is first imported; see mmserve.__main__._share_cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 

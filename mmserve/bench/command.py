@@ -6,6 +6,7 @@ Owns the order of a run: load, warm up, measure, compare. Knows nothing of flags
 from __future__ import annotations
 
 import asyncio
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,7 @@ async def measure(options: Options, config: EngineConfig) -> Report:
         await _warm_up(client, options)
         summaries = tuple([await client.run(phase) for phase in phases])
         # After the phases: its buffers would count as the engine's peak of memory.
-        bandwidth = await asyncio.to_thread(read_bandwidth, runner.device)
+        bandwidth = await engine.call(lambda: read_bandwidth(runner.device))
         comparisons = await _compare(client, options, config)
         return Report(
             command=options.command,
@@ -90,7 +91,8 @@ async def _compare(
 ) -> tuple[Comparison, ...]:
     out: list[Comparison] = []
     for dtype in options.peer_dtypes:
-        peer = await asyncio.to_thread(Peer, config.model, dtype)
+        make = functools.partial(Peer, config.model, dtype)
+        peer = await client.engine.call(make)
         seed = options.seed + 1000  # prompts the engine has not seen
         out += await compare(client, peer, options.workload, options.shape, seed)
     return tuple(out)

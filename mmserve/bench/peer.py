@@ -1,7 +1,7 @@
 """The same weights and prompts through transformers' own `generate`, measured side by side.
 
 Owns the peer and the order of the comparison. Knows nothing of how its figures are printed.
-Both sides run in one process with the same number of threads, never at the same time.
+Both sides run on one thread of one process, so with the same cores, never at the same time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,34 +135,31 @@ async def compare(
     client: Client, peer: Peer, workload: str, shape: Shape, seed: int
 ) -> list[Comparison]:
     """Each side in turn, `REPEATS` times with new prompts, at one stream and at all sessions."""
-    loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(1) as thread:
 
-        async def on_peer(prompts: list[tuple[Segment, ...]]) -> Times:
-            return await loop.run_in_executor(thread, peer.generate, prompts, shape.output_tokens)
+    async def on_peer(prompts: list[tuple[Segment, ...]]) -> Times:
+        # On the engine's own thread: two OpenMP teams in one process would slow both sides.
+        return await client.engine.call(lambda: peer.generate(prompts, shape.output_tokens))
 
-        threads = await loop.run_in_executor(thread, torch.get_num_threads)
-        assert threads == torch.get_num_threads(), "both sides get the same threads"
-        out: list[Comparison] = []
-        for streams in sorted({1, shape.sessions}):
-            runs: list[tuple[Speed, Speed, Speed]] = []
-            lengths: list[int] = []
-            neighbours = Neighbours()
-            for repeat in range(REPEATS + 1):
-                messages = _openings(workload, shape, seed + repeat, streams)
-                prompts = [await client.engine.prepare(m) for m in messages]
-                segments = [prompt.segments for prompt in prompts]
-                ours = await _ours(client, messages)
-                batched = await _theirs(on_peer, [segments])
-                one_by_one = (
-                    batched if streams == 1 else await _theirs(on_peer, [[s] for s in segments])
-                )
-                runs.append((ours, batched, one_by_one))
-                lengths += [prompt.num_tokens for prompt in prompts]
-            # The first repeat warms up both sides.
-            ours, batched, one_by_one = map(Speed.median, zip(*runs[1:], strict=True))
-            length, others = statistics.fmean(lengths), neighbours.share()
-            out.append(Comparison(peer.name, streams, length, ours, batched, one_by_one, others))
+    out: list[Comparison] = []
+    for streams in sorted({1, shape.sessions}):
+        runs: list[tuple[Speed, Speed, Speed]] = []
+        lengths: list[int] = []
+        neighbours = Neighbours()
+        for repeat in range(REPEATS + 1):
+            messages = _openings(workload, shape, seed + repeat, streams)
+            prompts = [await client.engine.prepare(m) for m in messages]
+            segments = [prompt.segments for prompt in prompts]
+            ours = await _ours(client, messages)
+            batched = await _theirs(on_peer, [segments])
+            one_by_one = (
+                batched if streams == 1 else await _theirs(on_peer, [[s] for s in segments])
+            )
+            runs.append((ours, batched, one_by_one))
+            lengths += [prompt.num_tokens for prompt in prompts]
+        # The first repeat warms up both sides.
+        ours, batched, one_by_one = map(Speed.median, zip(*runs[1:], strict=True))
+        length, others = statistics.fmean(lengths), neighbours.share()
+        out.append(Comparison(peer.name, streams, length, ours, batched, one_by_one, others))
     return out
 
 

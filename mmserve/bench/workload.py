@@ -150,7 +150,7 @@ class _Kind:
 WORKLOADS = {
     "text": _Kind(_separate, Shape(8, 2, 0, 64, 64)),
     "one-image": _Kind(_separate, Shape(8, 2, 1, 16, 32)),
-    "same-image-many-sessions": _Kind(_same_image, Shape(16, 1, 1, 16, 32)),
+    "same-image-many-sessions": _Kind(_same_image, Shape(16, 1, 4, 16, 32)),
     "cached-images": _Kind(_cached_images, Shape(16, 1, 5, 16, 8)),
     "sliding-images": _Kind(_sliding, Shape(30, 8, 5, 16, 16)),
 }

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -40,6 +41,8 @@ from mmserve.request import (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STALL_S = 10.0  # no progress for so long is reported
 
@@ -209,6 +212,25 @@ class AsyncEngine:
         self._generations[request_id] = generation
         self._commands.put(lambda engine: engine.add(request))
         return generation
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread between two steps; raises what it raises.
+
+        For what computes with PyTorch beside the engine (see `start`).
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def run(_: Engine) -> None:
+            try:
+                result = function()
+            except Exception as error:
+                loop.call_soon_threadsafe(future.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(future.set_result, result)
+
+        self._commands.put(run)
+        return await future
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._generations:

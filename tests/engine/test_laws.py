@@ -155,7 +155,7 @@ def test_a_long_conversation_equals_dense_to_its_end(dense: Any) -> None:
 
 
 def test_preempted_equals_left_in_peace(dense: Any) -> None:
-    d = driver(text_pages=9, vision_pages=8, max_num_batched_tokens=40)
+    d = driver(text_pages=7, vision_pages=8, max_num_batched_tokens=40)
     assert_dense(d, dense, [Ask((20, "a", 9), n, 50) for n in range(4)])
     counter = next(iter(d.engine.metrics.num_preemptions.collect())).samples[0].value
     assert counter >= 3, "the pool was too large for this test to mean anything"

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.engine import Engine
 
-HIDDEN, LAYERS, KV_HEADS, HEAD_DIM = 96, 3, 2, 16
+HIDDEN, LAYERS, KV_HEADS, HEAD_DIM = 96, 3, 2, 24  # 6 heads: wider than the hidden size
 VOCAB = 264  # 259 known tokens, padded as models' vocabularies often are
 IMAGE_TOKENS, IMAGE_SIZE = 20, 8
 MAX_LEN = 512
