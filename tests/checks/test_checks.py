@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from tests.checks import company, easy_vqa, hit_equals_miss, sdk
+from tests.checks import company, hit_equals_miss, sdk, vqa
 from tests.checks.served import Served, serving
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -27,7 +27,7 @@ def test_the_openai_sdk_talks_about_a_picture(served: Served) -> None:
 
 
 def test_easy_vqa_is_answered_as_well_as_the_model_card_says(served: Served) -> None:
-    assert easy_vqa.accuracy(served, sample=200) >= 0.99
+    assert vqa.accuracy(served, sample=200) >= 0.99
 
 
 def test_a_known_picture_gives_a_cold_servers_answer_anywhere() -> None:

@@ -1,6 +1,6 @@
 """How many questions of easy-VQA's test split a server answers right, asked over the API.
 
-Run: python tests/checks/easy_vqa.py [--url http://127.0.0.1:8000] [--sample 1000]
+Run: python tests/checks/vqa.py [--url http://127.0.0.1:8000] [--sample 1000]
 """
 
 from __future__ import annotations
