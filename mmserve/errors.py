@@ -64,6 +64,14 @@ class EngineUnavailableError(RequestError):
     code = "engine_unavailable"
 
 
+class ModelLoadingError(EngineUnavailableError):
+    code = "model_loading"
+
+
+class ShuttingDownError(EngineUnavailableError):
+    code = "shutting_down"
+
+
 class InternalError(RequestError):
     status = 500
     kind = "server_error"

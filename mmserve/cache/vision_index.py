@@ -100,6 +100,11 @@ class VisionIndex:
         """What is stored of an image; takes nothing and does not count as use."""
         return self._entries.get(digest)
 
+    def is_ready(self, digest: bytes) -> bool:
+        """Whether an image's KV is written and can be read."""
+        entry = self._entries.get(digest)
+        return entry is not None and entry.ready
+
     def acquire(self, digest: bytes) -> list[int] | None:
         """Adds a reference and returns the pages; None when the image is absent or failed.
 

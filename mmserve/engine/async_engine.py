@@ -23,8 +23,9 @@ from mmserve.engine.engine import Engine, Event
 from mmserve.engine.sampler import validate
 from mmserve.errors import (
     ContextLengthExceededError,
-    EngineUnavailableError,
+    ModelLoadingError,
     QueueFullError,
+    ShuttingDownError,
     TooManyImagesError,
 )
 from mmserve.metrics import Metrics
@@ -144,7 +145,7 @@ class AsyncEngine:
     def engine(self) -> Engine:
         """The engine behind; read its counts, change nothing."""
         if self._engine is None:
-            raise EngineUnavailableError("The model is still loading.", code="model_loading")
+            raise ModelLoadingError("The model is still loading.")
         return self._engine
 
     @property
@@ -196,7 +197,7 @@ class AsyncEngine:
         EngineUnavailableError or, for parameters out of range, RequestError."""
         engine = self.engine
         if self.status != "ok":
-            raise EngineUnavailableError(f"The engine is {self.status}.", code="shutting_down")
+            raise ShuttingDownError(f"The engine is {self.status}.")
         # Counted here, where they come in: the engine's own queue lags behind a burst.
         limits = self.config.scheduler
         if len(self._generations) >= limits.max_num_seqs + limits.max_waiting:

@@ -67,7 +67,7 @@ class Engine:
                 ("dtype", self.runner.dtype.encode()),
                 ("size", str(spec.image_size).encode()),
             ),
-            is_resident=self._resident,
+            is_resident=vision.index.is_ready,
             on_decode=self.metrics.image_decodes.inc,
         )
         self._sampler = Sampler()
@@ -173,10 +173,6 @@ class Engine:
         self.metrics.e2e_request_latency_seconds.observe(elapsed)
 
     # -- figures --------------------------------------------------------------------------------
-
-    def _resident(self, digest: bytes) -> bool:
-        entry = self.runner.vision.index.lookup(digest)
-        return entry is not None and entry.ready
 
     def _observe_token(self, live: Live, before: float | None) -> None:
         now = live.clock.last_token

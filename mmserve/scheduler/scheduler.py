@@ -180,7 +180,7 @@ class Scheduler:
         scheduled = {job.image.digest for job in batch.images}
         end = seq.num_tokens
         for placed in seq.images:  # text behind an image waits until the image is there
-            if not self._ready(placed.image.digest):
+            if not self.vision.is_ready(placed.image.digest):
                 if placed.image.digest not in scheduled:
                     end = min(end, placed.text_index)
                     break
@@ -197,7 +197,7 @@ class Scheduler:
         scheduled = {job.image.digest for job in batch.images}
         for placed in seq.images:
             digest = placed.image.digest
-            if digest in scheduled or self._ready(digest):
+            if digest in scheduled or self.vision.is_ready(digest):
                 continue
             if len(batch.images) >= self.config.max_images_per_step:
                 return
@@ -206,10 +206,6 @@ class Scheduler:
             scheduled.add(digest)
 
     # -- pages ----------------------------------------------------------------------------------
-
-    def _ready(self, digest: bytes) -> bool:
-        entry = self.vision.lookup(digest)
-        return entry is not None and entry.ready
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

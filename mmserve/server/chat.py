@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from mmserve import __version__
 from mmserve.errors import EngineUnavailableError, InternalError, RequestError
-from mmserve.prompt import ImagePart, Message, Part, TextPart
+from mmserve.prompt import ROLES, ImagePart, Message, Part, TextPart
 from mmserve.request import FinishReason, SamplingParams
 from mmserve.server.answer import Answer, cache_json, input_details, logprob_json, timings_json
 from mmserve.server.content import Content, image_bytes, parse_content
@@ -49,14 +49,7 @@ from mmserve.server.wire import (
     while_connected,
 )
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
+CHAT_ROLES = {**ROLES, "function": "tool"}  # the old name of a tool's answer
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ def _tool_calls(message: Fields) -> tuple[Content, ...]:
 def _message(value: Any, param: str) -> tuple[str, tuple[Content, ...]]:
     message = Fields(as_object(value, param), param)
     message.required("role")
-    role = ROLES[message.choice("role", tuple(ROLES), "user")]
+    role = CHAT_ROLES[message.choice("role", tuple(CHAT_ROLES), "user")]
     content = parse_content(message.get("content"), message.param("content"))
     if role == "assistant":
         content += _tool_calls(message)

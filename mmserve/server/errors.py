@@ -75,18 +75,6 @@ class RateLimitError(RequestError):
     code = "rate_limit_exceeded"
 
 
-class ShuttingDownError(RequestError):
-    status = 503
-    kind = "server_error"
-    code = "shutting_down"
-
-
-class ModelLoadingError(RequestError):
-    status = 503
-    kind = "server_error"
-    code = "model_loading"
-
-
 def error_object(error: RequestError) -> dict[str, Any]:
     """The inner object of the envelope."""
     return {

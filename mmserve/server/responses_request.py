@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmserve.errors import RequestError
-from mmserve.prompt import TextPart
+from mmserve.prompt import ROLES, TextPart
 from mmserve.request import SamplingParams
 from mmserve.server.content import Content, parse_content
 from mmserve.server.engine_face import ModelInfo
@@ -28,13 +28,6 @@ from mmserve.server.sampling import (
 )
 from mmserve.server.wire import new_id
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
 MAX_ID = 64  # characters; a longer id of a client is replaced
 LOGPROBS = "message.output_text.logprobs"
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, cast
 from starlette.requests import HTTPConnection
 
 from mmserve.config import ServerConfig
-from mmserve.errors import EngineUnavailableError
+from mmserve.errors import EngineUnavailableError, ModelLoadingError, ShuttingDownError
 from mmserve.server.blobs import BlobStore
 from mmserve.server.engine_face import EngineFace, ModelInfo
-from mmserve.server.errors import ModelLoadingError, ShuttingDownError
 
 if TYPE_CHECKING:
     from mmserve.server.files import FileStore
