@@ -71,6 +71,18 @@ class ModelRunner:
         self.lm.config._attn_implementation = attention.NAME
         self.dtype = resolve_dtype(dtype, self.device)
         fuse(self.lm, table=self.table, weights=self.dtype)
+        self._warm_up(config.hidden_size)
+
+    @torch.inference_mode()
+    def _warm_up(self, width: int) -> None:
+        """Run one token, so that nobody's first answer waits for kernels to compile.
+
+        It takes seconds the first time on a machine. Writes a page that nobody holds yet.
+        """
+        plan = build_image([0], 1, self.table, self.vision.shape.page_size)
+        embeds = torch.zeros(1, 1, width, dtype=self.vision.shape.dtype, device=self.device)
+        positions = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self._forward(embeds, positions, attention.Step(plan, self.vision, self.vision))
 
     @torch.inference_mode()
     def encode(self, job: ImageJob, pixels: Tensor) -> None:

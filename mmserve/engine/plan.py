@@ -26,6 +26,12 @@ class StepInput(NamedTuple):
     plan: AttentionPlan
 
 
+def _angles(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, D / 2] of positions [T], each contiguous, as the compiled kernels want."""
+    cos, sin = table[positions].transpose(0, 1).contiguous().unbind(0)
+    return cos, sin
+
+
 def _pad(rows: list[list[int]], device: torch.device) -> Tensor:
     """Rows of page ids as one [rows, longest] int64 tensor, filled up with 0."""
     width = max((len(r) for r in rows), default=0)
@@ -55,7 +61,7 @@ def _group(chunks: list[Chunk], start: int, table: Tensor, page_size: int) -> Qu
             bases.append(placed.base)
             seen.append([placed.text_index <= i for i in range(chunk.start, end)])
     base = torch.tensor(bases, dtype=torch.long, device=device)
-    cos, sin = table[base].unbind(1)
+    cos, sin = _angles(table, base)
     return QueryGroup(
         start=start,
         num_seqs=len(chunks),
@@ -98,7 +104,7 @@ def build_step(chunks: list[Chunk], table: Tensor, page_size: int) -> StepInput:
             last.append(len(token_ids) - 1)
     device = table.device
     flat = torch.tensor([token_ids, positions, slots], dtype=torch.long).to(device)
-    cos, sin = table[flat[1]].unbind(1)
+    cos, sin = _angles(table, flat[1])
     plan = AttentionPlan(slots=flat[2], cos=cos, sin=sin, groups=tuple(groups))
     return StepInput(flat[0], flat[1], decode + prefill, torch.tensor(last).to(device), plan)
 
@@ -108,7 +114,7 @@ def build_image(pages: list[int], num_tokens: int, table: Tensor, page_size: int
     device = table.device
     slots = [page * page_size + offset for page in pages for offset in range(page_size)]
     none = torch.zeros(0, dtype=torch.long, device=device)
-    cos, sin = table[:num_tokens].unbind(1)
+    cos, sin = _angles(table, torch.arange(num_tokens, device=device))
     group = QueryGroup(
         start=0,
         num_seqs=1,
