@@ -1,87 +1,42 @@
-"""Fused CPU kernels for decoding, compiled by Numba: everything between two integer products.
+"""Fused CPU kernels compiled by Numba: everything between two 8-bit products.
 
 Owns the loops that would otherwise be a dozen small tensor operations a layer (at one token their
 dispatch costs more than the arithmetic). The format of `rows` is mmserve.kernels.int8's; the
 meaning of the attention is mmserve.kernels.reference's. Every row is computed by the same
 instructions whatever the batch, so batch mates cannot change its bits. Arrays are C-contiguous
-numpy views of torch tensors, float32 unless said otherwise. One thread: the products between these
-calls use the others.
+numpy views of torch tensors, float32 unless said otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+from numba import prange
 
-Floats = npt.NDArray[np.float32]
+from mmserve.kernels.int8 import TILE, Floats, Int32s, jit, quantize_row, threaded
+
 Ints = npt.NDArray[np.int64]
-Int32s = npt.NDArray[np.int32]
-Bytes = npt.NDArray[np.int8]
-
-# Reassociation lets LLVM keep several partial sums; NaN and infinity keep their meaning.
-_FAST = {"reassoc", "contract", "arcp", "nsz"}
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _jit(function: _F) -> _F:
-    """Compile at the first call, or take it from the cache on disk beside this file."""
-    compiled: _F = njit(cache=True, nogil=True, fastmath=_FAST, error_model="numpy")(function)
-    return compiled
+@threaded
+def norm_quantize(
+    x: Floats, weight: Floats, eps: float, limit: float, rows: Int32s, scales: Floats
+) -> None:
+    """RMS norm of x [M, K] with weight [K], then quantised as `int8.quantize` does."""
+    width = x.shape[1]
+    for tile in prange(rows.shape[0]):
+        normed = np.empty(width, np.float32)
+        for m in range(tile * TILE, min((tile + 1) * TILE, x.shape[0])):
+            total = np.float32(0)
+            for k in range(width):
+                total += x[m, k] * x[m, k]
+            factor = np.float32(1) / np.sqrt(total / np.float32(width) + np.float32(eps))
+            for k in range(width):
+                normed[k] = x[m, k] * factor * weight[k]
+            scales[m] = quantize_row(normed, limit, rows, m)
 
 
-@_jit
-def _quantize_row(x: Floats, high: Bytes, low: Bytes) -> np.float32:
-    top = np.float32(1e-12)
-    for k in range(x.shape[0]):
-        top = max(top, abs(x[k]))
-    scale = top / np.float32(127)
-    inverse = np.float32(127) / top
-    for k in range(x.shape[0]):
-        scaled = x[k] * inverse
-        whole = np.rint(scaled)
-        high[k] = np.int8(whole)
-        low[k] = np.int8(np.rint((scaled - whole) * np.float32(254)))
-    return scale
-
-
-@_jit
-def quantize(x: Floats, rows: Bytes, scales: Floats) -> None:
-    """x [M, K] -> rows int8 [2 M, K], scales [M]."""
-    count = x.shape[0]
-    for m in range(count):
-        scales[m] = _quantize_row(x[m], rows[m], rows[count + m])
-
-
-@_jit
-def norm_quantize(x: Floats, weight: Floats, eps: float, rows: Bytes, scales: Floats) -> None:
-    """RMS norm of x [M, K] with weight [K], then quantised as `quantize` does."""
-    count, width = x.shape
-    normed = np.empty(width, np.float32)
-    for m in range(count):
-        total = np.float32(0)
-        for k in range(width):
-            total += x[m, k] * x[m, k]
-        factor = np.float32(1) / np.sqrt(total / np.float32(width) + np.float32(eps))
-        for k in range(width):
-            normed[k] = x[m, k] * factor * weight[k]
-        scales[m] = _quantize_row(normed, rows[m], rows[count + m])
-
-
-@_jit
-def dequantize_add(acc: Int32s, weight: Floats, scales: Floats, out: Floats) -> None:
-    """out [M, N] += the real value of the product acc int32 [2 M, N]; weight [N], scales [M]."""
-    count, width = out.shape
-    for m in range(count):
-        for n in range(width):
-            value = np.float32(acc[m, n]) + np.float32(acc[count + m, n]) * np.float32(1 / 254)
-            out[m, n] += value * weight[n] * scales[m]
-
-
-@_jit
+@jit
 def _exp_minus(x: Floats, top: np.float32, bits: Int32s, powers: Floats) -> None:
     """x becomes exp(x - top), in a form that vectorises; relative error below 1e-6.
 
@@ -105,70 +60,68 @@ def _exp_minus(x: Floats, top: np.float32, bits: Int32s, powers: Floats) -> None
         x[t] *= powers[t]
 
 
-@_jit
-def gate_quantize(
-    acc: Int32s, weight: Floats, scales: Floats, rows: Bytes, out_scales: Floats
-) -> None:
-    """silu(gate) * up from the product acc int32 [2 M, 2 F] -> quantised [2 M, F], [M]."""
-    count, half = rows.shape[0] // 2, rows.shape[1]
-    gates, decays = np.empty(half, np.float32), np.empty(half, np.float32)
-    bits = np.empty(half, np.int32)
-    powers = bits.view(np.float32)
-    for m in range(count):
-        scale = scales[m]
-        for n in range(half):
-            gate = np.float32(acc[m, n]) + np.float32(acc[count + m, n]) * np.float32(1 / 254)
-            gates[n] = gate * (weight[n] * scale)
-            decays[n] = -gates[n]
-        _exp_minus(decays, np.float32(0), bits, powers)
-        for n in range(half):
-            k = half + n
-            up = np.float32(acc[m, k]) + np.float32(acc[count + m, k]) * np.float32(1 / 254)
-            gates[n] = gates[n] / (np.float32(1) + decays[n]) * (up * (weight[k] * scale))
-        out_scales[m] = _quantize_row(gates, rows[m], rows[count + m])
+@jit
+def _softmax(x: Floats, bits: Int32s) -> None:
+    """In place; `bits`: scratch of x's length."""
+    # As integers floats are in order once the negative ones are turned round; only integers
+    # compare in vectors.
+    own, peak = x.view(np.int32), np.empty(1, np.int32)
+    most = np.int32(-(2**31))
+    for t in range(x.shape[0]):
+        most = max(most, own[t] ^ ((own[t] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+    peak[0] = most ^ ((most >> np.int32(31)) & np.int32(0x7FFFFFFF))
+    _exp_minus(x, peak.view(np.float32)[0], bits, bits.view(np.float32))
+    total = np.float32(0)
+    for t in range(x.shape[0]):
+        total += x[t]
+    for t in range(x.shape[0]):
+        x[t] /= total
 
 
-@_jit
+@threaded
+def gate_quantize(both: Floats, limit: float, rows: Int32s, scales: Floats) -> None:
+    """silu(gate) * up of both [M, 2 F] (gate first), then quantised."""
+    half = both.shape[1] // 2
+    for tile in prange(rows.shape[0]):
+        gated, decays = np.empty(half, np.float32), np.empty(half, np.float32)
+        bits = np.empty(half, np.int32)
+        for m in range(tile * TILE, min((tile + 1) * TILE, both.shape[0])):
+            for n in range(half):
+                decays[n] = -both[m, n]
+            _exp_minus(decays, np.float32(0), bits, bits.view(np.float32))
+            for n in range(half):
+                gated[n] = both[m, n] / (np.float32(1) + decays[n]) * both[m, half + n]
+            scales[m] = quantize_row(gated, limit, rows, m)
+
+
+@threaded
 def rotate_store(
-    acc: Int32s,
-    weight: Floats,
-    scales: Floats,
-    cos: Floats,
-    sin: Floats,
-    slots: Ints,
-    q: Floats,
-    k_pool: Floats,
-    v_pool: Floats,
+    qkv: Floats, cos: Floats, sin: Floats, slots: Ints, q: Floats, k_pool: Floats, v_pool: Floats
 ) -> None:
-    """From the packed q, k, v product to rotated q and stored k, v.
+    """From packed q, k, v to rotated q and stored k, v.
 
-    acc int32 [2 M, (H + 2 Hkv) D], cos and sin [M, D / 2], slots int64 [M], q [M, H, D] (out),
-    pools [Hkv, slots, D] (written).
+    qkv [M, (H + 2 Hkv) D], cos and sin [M, D / 2], slots int64 [M], q [M, H, D] (out), pools
+    [Hkv, slots, D] (written).
     """
-    count, heads, dim = q.shape
+    heads, dim = q.shape[1:]
     kv_heads, half = k_pool.shape[0], dim // 2
-    for m in range(count):
-        scale, slot = scales[m], slots[m]
-        for h in range(heads + 2 * kv_heads):
-            base = h * dim
+    for m in prange(q.shape[0]):
+        slot = slots[m]
+        for h in range(heads + kv_heads):
             for d in range(half):
-                i, j = base + d, base + half + d
-                a = np.float32(acc[m, i]) + np.float32(acc[count + m, i]) * np.float32(1 / 254)
-                b = np.float32(acc[m, j]) + np.float32(acc[count + m, j]) * np.float32(1 / 254)
-                a *= weight[i] * scale
-                b *= weight[j] * scale
+                a, b = qkv[m, h * dim + d], qkv[m, h * dim + half + d]
+                x = a * cos[m, d] - b * sin[m, d]
+                y = b * cos[m, d] + a * sin[m, d]
                 if h < heads:
-                    q[m, h, d] = a * cos[m, d] - b * sin[m, d]
-                    q[m, h, half + d] = b * cos[m, d] + a * sin[m, d]
-                elif h < heads + kv_heads:
-                    k_pool[h - heads, slot, d] = a * cos[m, d] - b * sin[m, d]
-                    k_pool[h - heads, slot, half + d] = b * cos[m, d] + a * sin[m, d]
+                    q[m, h, d], q[m, h, half + d] = x, y
                 else:
-                    v_pool[h - heads - kv_heads, slot, d] = a
-                    v_pool[h - heads - kv_heads, slot, half + d] = b
+                    k_pool[h - heads, slot, d], k_pool[h - heads, slot, half + d] = x, y
+        for h in range(kv_heads):
+            for d in range(dim):
+                v_pool[h, slot, d] = qkv[m, (heads + kv_heads + h) * dim + d]
 
 
-@_jit
+@jit
 def _read_scores(
     q: Floats, keys: Floats, pages: Ints, count: int, size: int, scores: Floats, at: int
 ) -> None:
@@ -182,7 +135,7 @@ def _read_scores(
             scores[g, at + t] = total
 
 
-@_jit
+@jit
 def _add_values(
     weights: Floats, at: int, values: Floats, pages: Ints, count: int, size: int, out: Floats
 ) -> None:
@@ -207,7 +160,7 @@ def _add_values(
                 out[g, d] += weight * values[slot, d]
 
 
-@_jit
+@threaded
 def row_attention(
     q: Floats,
     own: tuple[Floats, Floats],
@@ -234,32 +187,32 @@ def row_attention(
     count, heads, dim = q.shape
     kv_heads, half = own[0].shape[0], dim // 2
     group = heads // kv_heads
-    turned = np.empty((group, dim), np.float32)
-    for m in range(count):
+    for task in prange(count * kv_heads):
+        # From both ends by turns: later queries read more, and a thread takes neighbours.
+        at_end, h = task // kv_heads, task % kv_heads
+        m = count - 1 - at_end // 2 if at_end % 2 else at_end // 2
         first, last, length = image_first[m], image_last[m], hi[m]
         mine = pages[row[m]]
         total = length + image_len[first:last].sum()
         scores, bits = np.empty((group, total), np.float32), np.empty(total, np.int32)
-        powers = bits.view(np.float32)
-        for h in range(kv_heads):
-            asked = q[m, h * group : (h + 1) * group] * np.float32(scale)
-            result = out[m, h * group : (h + 1) * group]
-            _read_scores(asked, own[0][h], mine, length, size, scores, 0)
-            at = length
-            for n in range(first, last):
-                for g in range(group):
-                    for d in range(half):
-                        x, y = asked[g, d], asked[g, half + d]
-                        turned[g, d] = x * cos[n, d] - y * sin[n, d]
-                        turned[g, half + d] = y * cos[n, d] + x * sin[n, d]
-                _read_scores(turned, vision[0][h], image_pages[n], image_len[n], size, scores, at)
-                at += image_len[n]
+        turned = np.empty((group, dim), np.float32)
+        asked = q[m, h * group : (h + 1) * group] * np.float32(scale)
+        result = out[m, h * group : (h + 1) * group]
+        _read_scores(asked, own[0][h], mine, length, size, scores, 0)
+        at = length
+        for n in range(first, last):
             for g in range(group):
-                _exp_minus(scores[g], scores[g].max(), bits, powers)
-                scores[g] /= scores[g].sum()
-            result[:] = 0
-            _add_values(scores, 0, own[1][h], mine, length, size, result)
-            at = length
-            for n in range(first, last):
-                _add_values(scores, at, vision[1][h], image_pages[n], image_len[n], size, result)
-                at += image_len[n]
+                for d in range(half):
+                    x, y = asked[g, d], asked[g, half + d]
+                    turned[g, d] = x * cos[n, d] - y * sin[n, d]
+                    turned[g, half + d] = y * cos[n, d] + x * sin[n, d]
+            _read_scores(turned, vision[0][h], image_pages[n], image_len[n], size, scores, at)
+            at += image_len[n]
+        for g in range(group):
+            _softmax(scores[g], bits)
+        result[:] = 0
+        _add_values(scores, 0, own[1][h], mine, length, size, result)
+        at = length
+        for n in range(first, last):
+            _add_values(scores, at, vision[1][h], image_pages[n], image_len[n], size, result)
+            at += image_len[n]

@@ -51,11 +51,6 @@ class QueryGroup:
     max_images: int
 
     @cached_property
-    def num_reads(self) -> int:
-        """Pairs of a query and a key."""
-        return int(self.hi.sum() + (self.image_seen.sum(1) * self.image_len).sum())
-
-    @cached_property
     def arrays(self) -> tuple[Any, ...]:
         """What `cpu.row_attention` reads between the pools and the scale, as numpy views."""
         row = torch.arange(self.num_seqs).repeat_interleave(self.num_queries)

@@ -1,8 +1,9 @@
-"""Fixtures that several parts share: a tokenizer that needs no download."""
+"""Fixtures that several parts share: a tokenizer that needs no download, one computing thread."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import tokenizers
@@ -14,6 +15,20 @@ from mmserve.tokenizer import Tokenizer
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For tiny tensors: on a busy machine, waiting for a second thread costs far more."""
+    import numba
+    import torch
+
+    before = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
+    yield
+    torch.set_num_threads(before[0])
+    numba.set_num_threads(before[1])
 
 
 @pytest.fixture(scope="session")

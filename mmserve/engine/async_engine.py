@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numba
 import torch
 
 from mmserve.config import EngineConfig, ImageLimits
@@ -87,6 +88,8 @@ def build_engine(config: EngineConfig) -> Engine:
     """Load the model (fetching it the first time) and build an engine around it."""
     if config.model.num_threads is not None:
         torch.set_num_threads(config.model.num_threads)
+    # The compiled kernels have threads of their own, as many as the machine has cores at most.
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
     return Engine(config, load_model(config.model))
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
 from mmserve.config import CacheConfig
 from mmserve.engine.plan import build_image, build_step
-from mmserve.kernels import int8
 from mmserve.kernels.reference import rope_table
 from mmserve.model import attention
 from mmserve.model.fuse import fuse
@@ -29,14 +28,13 @@ class Logits(NamedTuple):
 
 
 def resolve_dtype(name: str, device: torch.device) -> str:
-    """`auto` is int8 on a CPU that multiplies bytes, else float32. Raises ValueError."""
-    fits = device.type == "cpu" and int8.supported()
+    """`auto` is int8 on a CPU, else float32. Raises ValueError."""
     if name == "auto":
-        return "int8" if fits else "float32"
+        return "int8" if device.type == "cpu" else "float32"
     if name not in ("float32", "int8"):
         raise ValueError(f"dtype {name!r} is none of auto, float32, int8")
-    if name == "int8" and not fits:
-        raise ValueError("dtype int8 needs a CPU with byte dot products (AVX-512 or AVX VNNI)")
+    if name == "int8" and device.type != "cpu":
+        raise ValueError("dtype int8 is for CPUs")
     return name
 
 

@@ -2,7 +2,7 @@
 kernels between them.
 
 Owns the fused layer that takes the place of transformers' one. Knows nothing of sequences or
-scheduling. Long chunks use the reference attention, where large matrix products are best.
+scheduling.
 """
 
 from __future__ import annotations
@@ -13,24 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmserve.kernels import cpu, int8, reference
+from mmserve.kernels import cpu, int8
 from mmserve.model.attention import Step
 
-# A query over its keys one row at a time takes 0.12 us a pair; the reference's tensor operations
-# take 0.8 ms to begin with, and little more for a long chunk.
-ROW_READS = 8192
+
+def _pack(*layers: Any) -> int8.Packed:
+    return int8.pack(torch.cat([layer.weight.detach() for layer in layers]))
 
 
-class Product:
-    """One 8-bit weight matrix: int8 rows in, int32 sums and the scales to read them with out."""
-
-    def __init__(self, *layers: Any) -> None:
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        self.weight, scale = int8.quantize_weight(weight)
-        self.scale: Any = scale.numpy()
-
-    def __call__(self, rows: Any) -> Any:
-        return torch._int_mm(torch.from_numpy(rows), self.weight).numpy()
+def _multiply(rows: Any, scales: Any, weight: int8.Packed, out: Any, *, add: bool = False) -> None:
+    int8.product(rows, scales, weight.blocks, weight.scale, out, add)
 
 
 class CPULayer(nn.Module):
@@ -46,10 +38,10 @@ class CPULayer(nn.Module):
             (norm.weight.detach().numpy(), float(norm.variance_epsilon))
             for norm in (layer.input_layernorm, layer.post_attention_layernorm)
         ]
-        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = Product(attention.o_proj)
-        self.gate_up = Product(mlp.gate_proj, mlp.up_proj)
-        self.down = Product(mlp.down_proj)
+        self.qkv = _pack(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = _pack(attention.o_proj)
+        self.gate_up = _pack(mlp.gate_proj, mlp.up_proj)
+        self.down = _pack(mlp.down_proj)
 
     @staticmethod
     def fits(layer: Any) -> bool:
@@ -61,40 +53,35 @@ class CPULayer(nn.Module):
     def forward(self, hidden_states: Tensor, *_: Any, step: Step, **__: Any) -> Tensor:
         """hidden_states [1, T, hidden] float32 -> the same, updated in place."""
         x = hidden_states[0].numpy()
-        count, width = x.shape
-        rows, scales = np.empty((2 * count, width), np.int8), np.empty(count, np.float32)
-        cpu.norm_quantize(x, *self.norms[0], rows, scales)
-        attended = self._attend(self.qkv(rows), scales, step)
-        heads = np.empty((2 * count, attended.shape[1]), np.int8)
-        cpu.quantize(attended, heads, scales)
-        cpu.dequantize_add(self.out(heads), self.out.scale, scales, x)
-        cpu.norm_quantize(x, *self.norms[1], rows, scales)
-        acc = self.gate_up(rows)
-        gated = np.empty((2 * count, acc.shape[1] // 2), np.int8)
-        gated_scales = np.empty(count, np.float32)
-        cpu.gate_quantize(acc, self.gate_up.scale, scales, gated, gated_scales)
-        cpu.dequantize_add(self.down(gated), self.down.scale, gated_scales, x)
+        scales = np.empty(len(x), np.float32)
+        rows = int8.empty_rows(*x.shape)
+        cpu.norm_quantize(x, *self.norms[0], self.qkv.limit, rows, scales)
+        qkv = np.empty((len(x), len(self.qkv.scale)), np.float32)
+        _multiply(rows, scales, self.qkv, qkv)
+        attended = self._attend(qkv, step)
+        heads = int8.empty_rows(*attended.shape)
+        int8.quantize(attended, self.out.limit, heads, scales)
+        _multiply(heads, scales, self.out, x, add=True)
+        cpu.norm_quantize(x, *self.norms[1], self.gate_up.limit, rows, scales)
+        both = np.empty((len(x), len(self.gate_up.scale)), np.float32)
+        _multiply(rows, scales, self.gate_up, both)
+        gated = int8.empty_rows(len(x), both.shape[1] // 2)
+        cpu.gate_quantize(both, self.down.limit, gated, scales)
+        _multiply(gated, scales, self.down, x, add=True)
         return hidden_states
 
-    def _attend(self, acc: Any, scales: Any, step: Step) -> Any:
-        """Rotate and store the packed q, k, v product; attend. -> [T, H * D]."""
+    def _attend(self, qkv: Any, step: Step) -> Any:
+        """Rotate and store packed q, k, v [T, (H + 2 Hkv) D]; attend. -> [T, H D]."""
         plan, own, vision = step.plan, step.own, step.vision
         keys, values = own.arrays[self.index]
-        heads = acc.shape[1] // self.head_dim - 2 * keys.shape[0]
-        q = np.empty((len(scales), heads, self.head_dim), np.float32)
+        heads = qkv.shape[1] // self.head_dim - 2 * keys.shape[0]
+        q = np.empty((len(qkv), heads, self.head_dim), np.float32)
         cos, sin, slots = plan.cos.numpy(), plan.sin.numpy(), plan.slots.numpy()
-        cpu.rotate_store(acc, self.qkv.scale, scales, cos, sin, slots, q, keys, values)
+        cpu.rotate_store(qkv, cos, sin, slots, q, keys, values)
         out = np.empty_like(q)
+        pools = (keys, values), vision.arrays[self.index], own.shape.page_size
         for group in plan.groups:
             span = slice(group.start, group.start + group.num_seqs * group.num_queries)
-            if group.num_reads < ROW_READS or group.num_queries == 1:
-                pools = (keys, values), vision.arrays[self.index], own.shape.page_size
-                arrays: Any = (q[span], *pools, *group.arrays, self.scaling, out[span])
-                cpu.row_attention(*arrays)
-                continue
-            queries = torch.from_numpy(q[span])
-            queries = queries.view(group.num_seqs, group.num_queries, *q.shape[1:])
-            layers = own.layer(self.index), vision.layer(self.index)
-            result = reference.group_attention(queries, group, *layers, self.scaling)
-            out[span] = result.flatten(0, 1).numpy()
-        return out.reshape(len(scales), -1)
+            arrays: Any = (q[span], *pools, *group.arrays, self.scaling, out[span])
+            cpu.row_attention(*arrays)
+        return out.reshape(len(qkv), -1)

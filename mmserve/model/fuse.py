@@ -35,11 +35,11 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.weight, self.scale = int8.quantize_weight(weight)
+        self.weight = int8.pack(weight)
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        out = int8.linear(x.flatten(0, -2), self.weight, self.scale)
+        out = int8.linear(x.flatten(0, -2), self.weight)
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], -1)

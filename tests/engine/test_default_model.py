@@ -12,7 +12,6 @@ from PIL import Image, ImageDraw
 
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.engine import Engine
-from mmserve.kernels import int8
 from mmserve.model.loader import LoadedModel, load_model
 from mmserve.prompt import ImagePart, Message, Part, TextPart
 from mmserve.request import SamplingParams, Segment, TextSegment
@@ -34,12 +33,7 @@ PROMPTS = (
     "Say hello in the style of a pirate.",
     "Explain gravity to a child. 万有引力 \N{GRINNING FACE}",
 )
-DTYPES = [
-    "float32",
-    pytest.param(
-        "int8", marks=pytest.mark.skipif(not int8.supported(), reason="no byte dot products")
-    ),
-]
+DTYPES = ["float32", "int8"]
 
 
 class Chat(Driver):
@@ -209,7 +203,6 @@ def test_sixteen_conversations_at_once_get_the_answers_they_get_alone(
     d.assert_idle()
 
 
-@pytest.mark.skipif(not int8.supported(), reason="no byte dot products")
 @pytest.mark.parametrize("question", ["What shape is in the image?", "What color is the shape?"])
 def test_8_bit_weights_see_what_float32_sees(chats: Any, question: str) -> None:
     pairs = [(shape, colour) for shape in SHAPES for colour in COLOURS]
