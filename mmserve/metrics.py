@@ -14,11 +14,13 @@ PREFIX = "mmserve:"
 
 Pool = Literal["text", "vision"]
 POOLS: tuple[Pool, ...] = ("text", "vision")
+ENERGY_PARTS = ("decode", "prompt", "image_miss", "image_hit", "idle")
 
 # Seconds. Below the first edge a figure is as good as none on any machine that decodes.
 _FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN_TOKENS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 _WHOLE_REQUEST = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300)
+_JOULES = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 1000)
 
 
 class Metrics:
@@ -57,6 +59,17 @@ class Metrics:
         self.e2e_request_latency_seconds = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the end", _WHOLE_REQUEST
         )
+        self.request_energy_joules = self._histogram(
+            "request_energy_joules", "Of the board, spent on one request", _JOULES
+        )
+        energy = Counter(
+            f"{PREFIX}energy_joules",
+            "Of the board; decode over generation_tokens is the price of a token, image_miss over "
+            "vision_encoder_runs and image_hit over mm_cache_hits those of an image",
+            ("part",),
+            registry=self._registry,
+        )
+        self.energy_joules = {part: energy.labels(part) for part in ENERGY_PARTS}
 
         usage = Gauge(
             f"{PREFIX}kv_cache_usage_perc",
