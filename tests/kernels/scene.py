@@ -92,8 +92,8 @@ class Scene:
         # Whatever nobody wrote is loud: a kernel that reads it is far off.
         self.own, self.vision = self._pool(text), self._pool(images)
         self._text, self._image = self._pages(text), self._pages(images)
-        longest = max((r.length + sum(n for _, n in r.images) for r in rows), default=0)
-        self._table = rope_table(longest + 1, shape.dim, THETA)
+        self.longest = max((r.length + sum(n for _, n in r.images) for r in rows), default=0)
+        self._table = rope_table(self.longest + 1, shape.dim, THETA)
         queries: list[Tensor] = []
         answers: list[Tensor] = []
         groups = [self._group(q, rs, queries, answers) for q, rs in self.groups]
