@@ -32,7 +32,7 @@ class Work(NamedTuple):
     """Units of one part that a step computed, and for whom (None: for nobody in particular)."""
 
     part: Part
-    count: int
+    units: int
     request_id: str | None = None
 
 
@@ -49,10 +49,10 @@ class Weights:
 
     def of(self, work: Work) -> float:
         if work.part is Part.IMAGE_MISS:
-            return work.count * self.image_miss
+            return work.units * self.image_miss
         if work.part is Part.IMAGE_HIT:
-            return work.count * self.image_hit
-        return float(work.count)
+            return work.units * self.image_hit
+        return float(work.units)
 
 
 def board_reader(uuid: str | None) -> Reader | None:
@@ -165,7 +165,7 @@ class EnergyMeter:
         for work in self._work:
             part = rate * self._weights.of(work)
             self._add(work.part, part)
-            self.counts[work.part] += work.count
+            self.counts[work.part] += work.units
             if work.request_id is not None:
                 before = self._requests.get(work.request_id, 0.0)
                 self._requests[work.request_id] = before + part

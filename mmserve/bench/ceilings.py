@@ -1,0 +1,76 @@
+"""What a device can do at best, measured in the run that is compared with it.
+
+Owns the two ceilings and how work on a device is timed. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How much is copied and multiplied to find the ceilings."""
+
+    copy_bytes: int = 4 * GIB
+    matrix: int = 8192  # rows and columns
+    repeats: int = 20
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    bytes_per_s: float  # read and written by a copy
+    flops_per_s: float  # of a square product in the dtype weights have
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_seconds(
+    work: Callable[[], object], device: torch.device, *, repeats: int, warm_up: int = 3
+) -> float:
+    """Seconds of one call: CUDA events on a GPU, so the launch is not counted; else the clock."""
+    for _ in range(warm_up):
+        work()
+    synchronize(device)
+    if device.type != "cuda":
+        return statistics.median(_clocked(work) for _ in range(repeats))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    synchronize(device)
+    pairs = zip(marks, marks[1:], strict=False)
+    return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype, probe: Probe) -> Ceilings:
+    """A copy of `copy_bytes` (twice as many move) and a square product with `dtype`."""
+    source = torch.zeros(probe.copy_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copying = median_seconds(lambda: target.copy_(source), device, repeats=probe.repeats)
+    del source, target
+    n = probe.matrix
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    out = torch.empty(n, n, device=device, dtype=dtype)
+    product = median_seconds(lambda: torch.mm(a, b, out=out), device, repeats=probe.repeats)
+    del a, b, out
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Ceilings(2 * probe.copy_bytes / copying, 2 * n**3 / product)
+
+
+def _clocked(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

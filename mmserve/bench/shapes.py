@@ -1,0 +1,141 @@
+"""Public models' shapes with random weights: what speed is measured on where no weights are.
+
+Owns their dimensions and how each becomes a `LoadedModel`. Weights are made on the device, in the
+dtype they run in, so that a model of 14 GB costs no second copy and no trip through the host.
+Knows nothing of workloads or clocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
+
+from mmserve.bench.tower import ShapedVision, TowerDims
+from mmserve.model.fetch import BaseModelSpec
+from mmserve.model.loader import LoadedModel
+from mmserve.model.spec import ModelSpec
+from mmserve.vision.preprocess import fingerprint
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_EOS = 2  # <|im_end|>
+
+_FAMILIES: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
+
+
+@dataclass(frozen=True)
+class TextDims:
+    """A decoder of transformers' `family`."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    theta: float
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    name: str
+    text: TextDims
+    vision: TowerDims
+    max_model_len: int = 32_768  # tokens
+
+
+MISTRAL_7B = TextDims("mistral", 32, 4096, 32, 8, 128, 14336, 32000, 1e6)
+QWEN_7B = TextDims("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 1e6)  # with q, k, v biases
+LLAMA_7B = TextDims("llama", 32, 4096, 32, 32, 128, 11008, 32064, 1e4)
+
+SO400M = TowerDims("siglip", 27, 1152, 16, 4304, patch=14, image_size=980, latent_grid=(8, 8))
+CLIP_L = TowerDims("clip", 23, 1024, 16, 4096, patch=14, image_size=336, latent_grid=None)
+NO_TOWER = TowerDims("siglip", 1, 64, 1, 64, patch=14, image_size=56, latent_grid=(2, 2))
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        ModelShape("mistral-7b", MISTRAL_7B, NO_TOWER),
+        ModelShape("qwen2.5-7b", QWEN_7B, NO_TOWER),
+        ModelShape("idefics2-8b", MISTRAL_7B, SO400M),
+        ModelShape("llava-7b", LLAMA_7B, CLIP_L),
+    )
+}
+
+
+def build_shape(
+    shape: ModelShape, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> LoadedModel:
+    """The shape with seeded normal weights (deviation 0.02, norms 1), in evaluation mode."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.device(device):
+        torch.manual_seed(seed)
+        lm = AutoModelForCausalLM.from_config(
+            _text_config(shape), dtype=dtype, attn_implementation="sdpa"
+        )
+        vision = ShapedVision(shape.vision, shape.text.hidden, dtype)
+    return LoadedModel(
+        lm=lm.eval().requires_grad_(False),
+        tokenizer=padded_tokenizer(shape.text.vocab),
+        vision=vision.eval().requires_grad_(False),
+        spec=_spec(shape, vision, seed),
+        device=device,
+    )
+
+
+def padded_tokenizer(vocab: int) -> tokenizers.Tokenizer:
+    """Byte-level: three special tokens, one token a byte, and words that fill up to `vocab`."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    known = [*SPECIAL, *letters]
+    known += [f"word{i}" for i in range(len(known), vocab)]
+    tokenizer = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(known)}, []))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _text_config(shape: ModelShape) -> Any:
+    dims = shape.text
+    special: dict[str, Any] = {"sliding_window": None} if dims.family == "mistral" else {}
+    return _FAMILIES[dims.family](
+        num_hidden_layers=dims.layers,
+        hidden_size=dims.hidden,
+        num_attention_heads=dims.heads,
+        num_key_value_heads=dims.kv_heads,
+        head_dim=dims.head_dim,
+        intermediate_size=dims.ffn,
+        vocab_size=dims.vocab,
+        max_position_embeddings=shape.max_model_len,
+        rope_parameters={"rope_type": "default", "rope_theta": dims.theta},
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=_EOS,
+        pad_token_id=0,
+        **special,
+    )
+
+
+def _spec(shape: ModelShape, vision: ShapedVision, seed: int) -> ModelSpec:
+    """Names no file: nothing is fetched or read."""
+    return ModelSpec(
+        name=f"{shape.name} (random weights)",
+        max_model_len=shape.max_model_len,
+        rope_theta=shape.text.theta,
+        base=BaseModelSpec("", "", "", "", "", ""),
+        lora=None,
+        vision=vision.config,
+        vision_files=tuple[Path, ...](),
+        system_prompt="Be brief.",
+        image_prefix="Image {k}: ",
+        image_suffix="\n",
+        licences={},
+        weights_id=fingerprint(("shape", repr(shape).encode()), ("seed", str(seed).encode())),
+    )
