@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,30 +45,37 @@ def median_seconds(
     synchronize(device)
     if device.type != "cuda":
         return statistics.median(_clocked(work) for _ in range(repeats))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    event: Any = torch.cuda.Event
+    marks = [event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
     for mark in marks[1:]:
         work()
         mark.record()
     synchronize(device)
     pairs = zip(marks, marks[1:], strict=False)
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, probe: Probe) -> Ceilings:
-    """A copy of `copy_bytes` (twice as many move) and a square product with `dtype`."""
+    ceilings = Ceilings(_copy_rate(device, probe), _product_rate(device, dtype, probe))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return ceilings
+
+
+def _copy_rate(device: torch.device, probe: Probe) -> float:
     source = torch.zeros(probe.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copying = median_seconds(lambda: target.copy_(source), device, repeats=probe.repeats)
-    del source, target
+    seconds = median_seconds(lambda: target.copy_(source), device, repeats=probe.repeats)
+    return 2 * probe.copy_bytes / seconds
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype, probe: Probe) -> float:
     n = probe.matrix
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty(n, n, device=device, dtype=dtype)
-    product = median_seconds(lambda: torch.mm(a, b, out=out), device, repeats=probe.repeats)
-    del a, b, out
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return Ceilings(2 * probe.copy_bytes / copying, 2 * n**3 / product)
+    seconds = median_seconds(lambda: torch.mm(a, b, out=out), device, repeats=probe.repeats)
+    return float(2 * n**3 / seconds)
 
 
 def _clocked(work: Callable[[], object]) -> float:

@@ -97,7 +97,7 @@ class _Tower(nn.Module):
         dtype = next(self.parameters()).dtype
         patches: Tensor = self.trunk(pixel_values=pixels.to(dtype)).last_hidden_state
         patches = patches[:, -(self._side**2) :]  # without CLIP's class token
-        return [patches.transpose(1, 2).unflatten(2, (self._side, self._side))]
+        return [patches.transpose(1, 2).reshape(len(patches), -1, self._side, self._side)]
 
 
 class _PatchProjection(nn.Module):
