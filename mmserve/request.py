@@ -12,6 +12,7 @@ images before it.
 from __future__ import annotations
 
 import enum
+import sys
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -152,9 +153,12 @@ class PlacedImage:
 class Sequence:
     """A request's tokens and lengths, and which pages hold them.
 
+    A token whose step is launched and whose value the host has not seen yet is *pending*: it
+    stands at the end of `token_ids` as -(row + 1), its row among the tokens that step chooses.
+
     Invariants: num_computed_tokens <= num_tokens; the pages cover at least the computed tokens;
     `keys[i]` identifies text token i *and* the images directly before it, so equal key prefixes
-    mean equal KV at equal positions.
+    mean equal KV at equal positions; a pending token has no key.
     """
 
     def __init__(self, request: Request) -> None:
@@ -165,8 +169,10 @@ class Sequence:
         self.keys: list[Hashable] = []
         self.pages: list[int] = []  # text pages, logical to physical
         self.num_computed_tokens = 0  # text tokens whose KV is in the pool
+        self.num_pending = 0  # tokens at the end of `token_ids` whose values are not known yet
         self.num_cached_tokens = 0  # text tokens found in the prefix cache at first admission
         self.missing_images: frozenset[bytes] = frozenset()  # digests not found then
+        self.images_ready = False  # all images' KV is written, and they are held
         position = 0
         before: list[bytes] = []
         for segment in request.segments:
@@ -184,6 +190,9 @@ class Sequence:
         self._before_next = before
         self.num_prompt_tokens = len(self.token_ids)
         self.num_image_tokens = sum(p.image.num_tokens for p in self.images)
+        asked = request.params.max_tokens
+        # Text tokens, prompt and output, that it may come to.
+        self.token_limit = sys.maxsize if asked is None else self.num_prompt_tokens + asked
 
     @property
     def id(self) -> str:
@@ -191,16 +200,17 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Text tokens, prompt and output."""
+        """Text tokens, prompt and output, pending ones too."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        """Output tokens whose values are known."""
+        return len(self.token_ids) - self.num_prompt_tokens - self.num_pending
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens : len(self.token_ids) - self.num_pending]
 
     @property
     def length(self) -> int:
@@ -211,13 +221,44 @@ class Sequence:
     def finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
+    @property
+    def last_is_pending(self) -> bool:
+        """The last token it may have is on its way; nothing is left to compute."""
+        return self.num_pending > 0 and len(self.token_ids) >= self.token_limit
+
     def position(self, text_index: int) -> int:
         """The rotary position of a text token."""
-        return text_index + sum(
-            p.image.num_tokens for p in self.images if p.text_index <= text_index
-        )
+        images = self.images
+        if not images or text_index >= images[-1].text_index:
+            return text_index + self.num_image_tokens
+        return text_index + sum(p.image.num_tokens for p in images if p.text_index <= text_index)
 
     def append(self, token_id: int) -> None:
+        assert not self.num_pending, "a pending token has to be settled first"
         self.token_ids.append(token_id)
+        self._append_key(token_id)
+
+    def append_pending(self, row: int) -> None:
+        """The next token is launched: number `row` of those its step chooses."""
+        self.token_ids.append(-(row + 1))
+        self.num_pending += 1
+
+    def settle(self, token_id: int) -> None:
+        """The first pending token turns out to be this one."""
+        self.token_ids[-self.num_pending] = token_id
+        self.num_pending -= 1
+        self._append_key(token_id)
+
+    def drop_pending(self) -> None:
+        """Forget tokens launched behind the end.
+
+        The last token that stays then counts as not computed, as if nothing had been launched.
+        """
+        if self.num_pending:
+            del self.token_ids[-self.num_pending :]
+            self.num_pending = 0
+            self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
+
+    def _append_key(self, token_id: int) -> None:
         self.keys.append((*self._before_next, token_id) if self._before_next else token_id)
         self._before_next = []

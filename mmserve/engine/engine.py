@@ -1,19 +1,24 @@
-"""The engine: one step = schedule, encode images, run text, sample, commit.
+"""The engine: one step = schedule, encode images, run text, sample, land.
 
 Owns the scheduler, the runner and the live requests; all of it belongs to one thread. Knows nothing
 of asyncio, JSON or sockets.
+
+Where the runner computes on a device of its own, a step is launched before the tokens of the one
+before have landed, so the device never waits for the host. What ends with a token is then seen one
+step late: the token launched behind the end is dropped.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from typing import NamedTuple
 
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
 from mmserve.engine.live import Live
 from mmserve.engine.model_runner import ModelRunner
-from mmserve.engine.sampler import Sampler
+from mmserve.engine.sampler import Drawn, Sampler
 from mmserve.engine.vision_pipeline import VisionPipeline
 from mmserve.metrics import Metrics
 from mmserve.model.loader import LoadedModel
@@ -26,9 +31,18 @@ from mmserve.vision.preprocess import fingerprint
 
 logger = logging.getLogger(__name__)
 
-PAGES_EVERY_S = 0.25  # counting evictable pages walks the whole prefix tree
+OBSERVE_EVERY_S = 0.25  # counting evictable pages walks the whole prefix tree
 
 Event = tuple[str, TokenEvent]  # (request id, what happened)
+
+
+class Flight(NamedTuple):
+    """A launched step. `live`: whose tokens `drawn` has, by row; `started`: `time.monotonic`."""
+
+    batch: Batch
+    live: list[Live]
+    drawn: Drawn
+    started: float
 
 
 class Engine:
@@ -70,22 +84,25 @@ class Engine:
             is_resident=vision.index.is_ready,
             on_decode=self.metrics.image_decodes.inc,
         )
+        # One flight is in the air between two steps. May be set at any time, to compare.
+        self.overlaps = self.runner.overlaps
+        self._flight: Flight | None = None
+        self._landed_at = 0.0
         self._sampler = Sampler()
         self._live: dict[str, Live] = {}
         self._outbox: list[Event] = []
-        self._pages_at = 0.0
+        self._observed_at = 0.0
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._outbox)
+        return self.scheduler.has_work or bool(self._outbox) or self._flight is not None
 
     def add(self, request: Request) -> None:
         """Queue an admissible request (`Scheduler.check_admissible`)."""
         seq = Sequence(request)
         room = min(self.max_model_len - seq.length, self.scheduler.text_capacity - seq.num_tokens)
-        asked = request.params.max_tokens
-        limit = room if asked is None else min(asked, room)
-        self._live[request.id] = Live(seq, self.tokenizer, limit)
+        seq.token_limit = min(seq.token_limit, seq.num_tokens + room)
+        self._live[request.id] = Live(seq, self.tokenizer)
         self.scheduler.add(seq)
         self.metrics.prompt_tokens.inc(seq.length)
 
@@ -97,20 +114,20 @@ class Engine:
     def abort_all(self, reason: FinishReason, error: str | None = None) -> None:
         for live in list(self._live.values()):
             self._finish(live, reason, error)
+        self._flight = None
 
     def step(self) -> list[Event]:
         """Advance every scheduled sequence; returns what happened since the last call."""
         started = time.monotonic()
         batch = self.scheduler.schedule()
-        for chunk in batch.chunks:
-            clock = self._live[chunk.seq.id].clock
-            clock.scheduled = clock.scheduled or started
-        for job in batch.images:
-            self._encode(job)
-        if batch:
-            self._run(batch)
-            self._count(batch, time.monotonic() - started)
-        self._observe()
+        flight = self._launch(batch, started) if batch else None
+        self._land()
+        self._flight = flight
+        if not self.overlaps:
+            self._land()
+        if not self._live or started - self._observed_at > OBSERVE_EVERY_S:
+            self._observed_at = started
+            self._observe()
         events, self._outbox = self._outbox, []
         return events
 
@@ -139,28 +156,50 @@ class Engine:
         self.metrics.vision_encoder_runs.inc()
         self.metrics.vision_kv_writes.inc()
         for live in holders:
-            live.clock.scheduled = live.clock.scheduled or started
+            live.clock.schedule(started)
             live.clock.image_s += time.monotonic() - started
 
-    def _run(self, batch: Batch) -> None:
-        batch.chunks = [c for c in batch.chunks if not c.seq.finished]
-        logits = self.runner.run(batch)
+    def _launch(self, batch: Batch, started: float) -> Flight:
+        """Start a step on the device; pending tokens stand for those it will choose."""
+        if batch.images:
+            for chunk in batch.chunks:
+                self._live[chunk.seq.id].clock.schedule(started)
+            for job in batch.images:
+                self._encode(job)
+            batch.chunks = [c for c in batch.chunks if not c.seq.finished]
+        previous = self._flight.drawn.tokens if self._flight else None
+        logits = self.runner.run(batch, previous)
         for chunk in batch.chunks:
             self.scheduler.advance(chunk)
-            seq = chunk.seq
-            if seq.request.prefill_only and seq.num_computed_tokens == seq.num_tokens:
-                self._finish(self._live[seq.id], FinishReason.STOP)
+            live = self._live[chunk.seq.id]
+            live.clock.schedule(started)
+            if chunk.seq.request.prefill_only and chunk.start + chunk.count == chunk.seq.num_tokens:
+                self._finish(live, FinishReason.STOP)
         if logits is None:
+            return Flight(batch, [], Drawn.nothing(self.runner.device), started)
+        rows = [self._live[chunk.seq.id] for chunk in logits.chunks]
+        drawn = self._sampler.begin(logits.values, [live.sampling for live in rows], previous)
+        for row, live in enumerate(rows):
+            live.seq.append_pending(row)
+        return Flight(batch, rows, drawn, started)
+
+    def _land(self) -> None:
+        """Wait for the step in the air, if any, and hand out its tokens."""
+        flight, self._flight = self._flight, None
+        if flight is None:
             return
-        live = [self._live[chunk.seq.id] for chunk in logits.chunks]
-        tokens = self._sampler.sample(logits.values, [item.sampling for item in live])
-        for item, token in zip(live, tokens, strict=True):
-            before = item.clock.last_token
-            event = item.push(token)
-            self._outbox.append((item.request.id, event))
-            self._observe_token(item, before)
+        tokens = flight.drawn.land()
+        now = time.monotonic()
+        # Whoever has ended meanwhile gets no more tokens.
+        landed = [(i, t) for i, t in zip(flight.live, tokens, strict=True) if not i.seq.finished]
+        for live, token in landed:
+            self._observe_token(live, now)
+            event = live.push(token, now)
+            self._outbox.append((live.request.id, event))
             if event.finish_reason is not None:
-                self._retire(item)
+                self._retire(live)
+        self.metrics.generation_tokens.inc(len(landed))
+        self._count(flight)
 
     def _finish(self, live: Live, reason: FinishReason, error: str | None = None) -> None:
         self._outbox.append((live.request.id, live.end(reason, error)))
@@ -174,20 +213,26 @@ class Engine:
 
     # -- figures --------------------------------------------------------------------------------
 
-    def _observe_token(self, live: Live, before: float | None) -> None:
-        now = live.clock.last_token
-        assert now is not None
-        self.metrics.generation_tokens.inc()
+    def _observe_token(self, live: Live, now: float) -> None:
+        before = live.clock.last_token
         if before is None:
             elapsed = now - live.request.arrival
             self.metrics.time_to_first_token_seconds.observe(elapsed)
         else:
             self.metrics.inter_token_latency_seconds.observe(now - before)
 
-    def _count(self, batch: Batch, seconds: float) -> None:
-        """Share the step's time out by tokens: new tokens to decoding, the rest to prefill."""
+    def _count(self, flight: Flight) -> None:
+        """Share a step's time out by tokens: new tokens to decoding, the rest to prefill.
+
+        A step that was launched while another was in the air is charged from that one's landing,
+        so the sum is the time in which anything was in the air.
+        """
+        now = time.monotonic()
+        seconds = now - max(flight.started, self._landed_at)
+        self._landed_at = now
+        batch = flight.batch
         decoding = sum(c.count for c in batch.chunks if c.count == 1)
-        share = decoding / batch.num_tokens if batch.num_tokens and not batch.images else 0.0
+        share = decoding / batch.num_tokens if decoding and not batch.images else 0.0
         self.metrics.decode_seconds.inc(seconds * share)
         self.metrics.prefill_seconds.inc(seconds * (1 - share))
 
@@ -201,10 +246,7 @@ class Engine:
         metrics.prefix_cache_hits.inc(new.prefix_hits)
         metrics.mm_cache_queries.inc(new.image_queries)
         metrics.mm_cache_hits.inc(new.image_hits)
-        now = time.monotonic()
-        if not self._live or now - self._pages_at > PAGES_EVERY_S:
-            self._pages_at = now
-            self._observe_pages()
+        self._observe_pages()
 
     def _observe_pages(self) -> None:
         text, radix, vision = self.scheduler.text, self.scheduler.radix, self.scheduler.vision

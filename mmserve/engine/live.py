@@ -33,6 +33,11 @@ class Clock:
     last_token: float | None = None
     image_s: float = 0.0  # spent on images of this request
 
+    def schedule(self, now: float) -> None:
+        """The request is in a step; the first time counts."""
+        if self.scheduled is None:
+            self.scheduled = now
+
     def timings(self, now: float) -> Timings:
         scheduled = self.scheduled or now
         first = self.first_token or now
@@ -46,11 +51,10 @@ class Clock:
 
 @dataclass
 class Live:
-    """A request in the engine. `max_tokens` is what the request, context and pool allow."""
+    """A request in the engine."""
 
     seq: Sequence
     tokenizer: Tokenizer
-    max_tokens: int
     sampling: SamplingState = field(init=False)
     clock: Clock = field(init=False)
 
@@ -65,21 +69,21 @@ class Live:
     def request(self) -> Request:
         return self.seq.request
 
-    def push(self, sampled: SampledToken) -> TokenEvent:
-        """Take one new token; the event has a finish reason if it is the last."""
-        params, token = self.request.params, sampled.token_id
-        self.seq.append(token)
+    def push(self, sampled: SampledToken, now: float) -> TokenEvent:
+        """Take the token that landed `now`; the event has a finish reason if it is the last."""
+        seq, token = self.seq, sampled.token_id
+        params = seq.request.params
+        seq.settle(token)
         ends = token in params.stop_token_ids or (
             token in self.tokenizer.eos_token_ids and not params.ignore_eos
         )
         text, stop = self._stop.push("" if ends else self._detokenizer.push([token]))
         reason = FinishReason.STOP if ends or stop is not None else None
-        if reason is None and self.seq.num_output_tokens >= self.max_tokens:
+        if reason is None and seq.num_tokens - seq.num_pending >= seq.token_limit:
             reason = FinishReason.LENGTH
         if reason is not None and stop is None:
             rest, stop = self._stop.push(self._detokenizer.flush())
             text += rest if stop is not None else rest + self._stop.flush()
-        now = time.monotonic()
         self.clock.first_token = self.clock.first_token or now
         self.clock.last_token = now
         return TokenEvent(

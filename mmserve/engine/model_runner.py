@@ -41,6 +41,9 @@ def resolve_dtype(name: str, device: torch.device) -> str:
 class ModelRunner:
     """Runs images and text of one step. Fuses `loaded.lm` in place."""
 
+    # The step is this thread's own work, so one launched ahead would only delay the answers.
+    overlaps = False
+
     def __init__(self, loaded: LoadedModel, cache: CacheConfig, *, dtype: str) -> None:
         self.lm: Any = loaded.lm
         self.vision_model = loaded.vision
@@ -96,11 +99,14 @@ class ModelRunner:
         self._forward(embeds, positions, attention.Step(plan, self.vision, self.vision))
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Logits | None:
-        """Compute the batch's text; None when it holds only images."""
+    def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
+        """Compute the batch's text; None when nothing is to be sampled.
+
+        `previous` [C] int64: the tokens of the step before, when they have not landed.
+        """
         if not batch.chunks:
             return None
-        step_input = build_step(batch.chunks, self.table, self.text.shape.page_size)
+        step_input = build_step(batch.chunks, self.table, self.text.shape.page_size, previous)
         embeds = self.lm.get_input_embeddings()(step_input.token_ids)[None]
         step = attention.Step(step_input.plan, self.text, self.vision)
         hidden = self._forward(embeds, step_input.positions[None], step)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mmserve.engine.transfer import resolve_pending
 from mmserve.kernels.reference import AttentionPlan, QueryGroup
 from mmserve.scheduler.batch import Chunk
 
@@ -83,8 +84,11 @@ def _group(chunks: list[Chunk], start: int, table: Tensor, page_size: int) -> Qu
     )
 
 
-def build_step(chunks: list[Chunk], table: Tensor, page_size: int) -> StepInput:
-    """Lay the chunks out flat. `table` [positions, 2, D / 2] float32 is `rope_table`'s."""
+def build_step(
+    chunks: list[Chunk], table: Tensor, page_size: int, previous: Tensor | None = None
+) -> StepInput:
+    """Lay the chunks out flat. `table` [positions, 2, D / 2] float32 is `rope_table`'s;
+    `previous` [C] int64: the tokens of the step before, for those that are pending."""
     decode = [c for c in chunks if c.count == 1]
     prefill = [c for c in chunks if c.count > 1]
     layout = ([decode] if decode else []) + [[c] for c in prefill]
@@ -106,7 +110,8 @@ def build_step(chunks: list[Chunk], table: Tensor, page_size: int) -> StepInput:
     flat = torch.tensor([token_ids, positions, slots], dtype=torch.long).to(device)
     cos, sin = _angles(table, flat[1])
     plan = AttentionPlan(slots=flat[2], cos=cos, sin=sin, groups=tuple(groups))
-    return StepInput(flat[0], flat[1], decode + prefill, torch.tensor(last).to(device), plan)
+    known = resolve_pending(flat[0], previous)
+    return StepInput(known, flat[1], decode + prefill, torch.tensor(last).to(device), plan)
 
 
 def build_image(pages: list[int], num_tokens: int, table: Tensor, page_size: int) -> AttentionPlan:

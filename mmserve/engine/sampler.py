@@ -9,6 +9,9 @@ Owns the rules and their order. Knows nothing of pools, the model or text. For e
 5. one draw by inverting the cumulative distribution.
 
 The log-probabilities reported are the model's own: of the logits before any of these steps.
+
+Choosing and reading are two calls, `begin` and `Drawn.land`, so that the next step can be launched
+with tokens that only the device has seen.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mmserve.engine.transfer import download, resolve_pending, send, upload
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
 
@@ -44,8 +48,9 @@ class SampledToken(NamedTuple):
 class SamplingState:
     """What one sequence brings to the sampler, kept from step to step.
 
-    `token_ids` is the sequence's own growing list, prompt first; it is read, never changed. The
-    counts behind the penalties follow it by the tokens that were added since the last step.
+    `token_ids` is the sequence's own growing list, prompt first, in which a pending token stands as
+    -(row + 1); it is read, never changed. The counts behind the penalties follow it by the tokens
+    that were added since the last step.
     """
 
     def __init__(
@@ -76,17 +81,66 @@ class SamplingState:
         p = self.params
         return self.greedy and not self.penalised and not p.logit_bias and p.logprobs is None
 
-    def counts(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(seen [V] bool, output counts [V] float32) on `device`, up to date."""
+    def counts(
+        self, vocab_size: int, device: torch.device, previous: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(seen [V] bool, output counts [V] float32) on `device`, up to date.
+
+        `previous`: the last step's tokens, for what is pending.
+        """
         if self._seen is None or self._counts is None:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._counts = torch.zeros(vocab_size, device=device)
-        new = torch.tensor(self._token_ids[self._num_counted :], dtype=torch.long, device=device)
+        new = upload(self._token_ids[self._num_counted :], torch.long, device)
+        new = resolve_pending(new, previous)
         output = new[max(self._num_prompt_tokens - self._num_counted, 0) :]
-        self._seen[new] = True
+        self._seen.index_fill_(0, new, True)
         self._counts.index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
         self._num_counted = len(self._token_ids)
         return self._seen, self._counts
+
+
+class Drawn:
+    """One step's tokens, chosen on the device and on their way to the host.
+
+    `tokens` [B] int64, on the logits' device: what the next step needs of them.
+    """
+
+    def __init__(self, tokens: Tensor, logprobs: _Logprobs | None = None) -> None:
+        self.tokens = tokens
+        self._logprobs = logprobs
+        held = (tokens,) if logprobs is None else (tokens, *logprobs.tensors)
+        self._host = [download(tensor) for tensor in held]
+        self._copied: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(tokens.device))
+
+    @classmethod
+    def nothing(cls, device: torch.device) -> Drawn:
+        """Of a step without a token; landing still waits for the step's end."""
+        return cls(torch.empty(0, dtype=torch.long, device=device))
+
+    def land(self) -> list[SampledToken]:
+        """Wait for the step and its copies: the only place where the host does."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens, *rest = (tensor.tolist() for tensor in self._host)
+        result = [SampledToken(token) for token in tokens]
+        if self._logprobs is not None:
+            chosen, values, ids = rest
+            for r, (row, wanted) in enumerate(self._logprobs.wanted.items()):
+                top = tuple(zip(ids[r][:wanted], values[r][:wanted], strict=True))
+                result[row] = SampledToken(tokens[row], chosen[r], top)
+        return result
+
+
+class _Logprobs(NamedTuple):
+    """`wanted`: how many best tokens, by row of the batch, R rows in all. `tensors`: the chosen
+    token's log-probability [R], and those [R, n] and the ids [R, n] of the n best."""
+
+    wanted: dict[int, int]
+    tensors: tuple[Tensor, Tensor, Tensor]
 
 
 class Sampler:
@@ -100,21 +154,35 @@ class Sampler:
             self._generator.seed()
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-        """One token for each row.
+        """One token for each row, here and now. Arguments as for `begin`."""
+        return self.begin(logits, states).land()
 
-        logits: [B, V] float32, any device, left as they are. states: one per row.
+    def begin(
+        self,
+        logits: Tensor,
+        states: Sequence[SamplingState],
+        previous: Tensor | None = None,
+    ) -> Drawn:
+        """Choose one token for each row, without waiting for the device where that can be.
+
+        logits: [B, V] float32, any device, left as they are. states: one per row. previous: the
+        tokens of the step before, if it has not landed.
         """
         assert logits.ndim == 2 and len(logits) == len(states), "one state per row of logits"
         if all(state.plain for state in states):
-            return [SampledToken(token) for token in logits.argmax(-1).tolist()]
-        adjusted = self._adjust(logits, states)
+            return Drawn(logits.argmax(-1))
+        adjusted = self._adjust(logits, states, previous)
         tokens = adjusted.argmax(-1)
         rows = [i for i, state in enumerate(states) if not state.greedy]
         if rows:
-            tokens[rows] = self._draw(adjusted[rows], [states[i] for i in rows])
-        return self._report(logits, states, tokens)
+            index = upload(rows, torch.long, logits.device)
+            drawn = self._draw(adjusted[index], [states[i] for i in rows])
+            tokens.index_copy_(0, index, drawn)
+        return Drawn(tokens, _logprobs(logits, states, tokens))
 
-    def _adjust(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+    def _adjust(
+        self, logits: Tensor, states: Sequence[SamplingState], previous: Tensor | None = None
+    ) -> Tensor:
         """Logits with penalties and bias; the same tensor when no row has any."""
         rows = [i for i, s in enumerate(states) if s.penalised or s.params.logit_bias]
         if not rows:
@@ -123,10 +191,10 @@ class Sampler:
         for i in rows:
             row, state = adjusted[i], states[i]
             if state.penalised:
-                row.copy_(_penalise(row, state))
+                row.copy_(_penalise(row, state, previous))
             if bias := state.params.logit_bias:
-                ids = torch.tensor(list(bias), device=row.device)
-                row[ids] += torch.tensor(list(bias.values()), dtype=row.dtype, device=row.device)
+                ids = upload(list(bias), torch.long, row.device)
+                row.index_add_(0, ids, upload(list(bias.values()), row.dtype, row.device))
         return adjusted
 
     def _draw(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
@@ -138,38 +206,32 @@ class Sampler:
         # In float64 a sum over a vocabulary keeps every token's share.
         mass = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)  # [R, V]
         total = mass[:, -1:]
-        at = total * self._uniform(states).to(mass.device).unsqueeze(-1)
+        at = total * self._uniform(states, mass.device).unsqueeze(-1)
         # A product rounded up to the total would point behind the last token.
         at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))
         # `right` steps over tokens without mass; the clamp is for logits that are NaN.
         chosen = torch.searchsorted(mass, at, right=True).squeeze(-1)
         return chosen.clamp_(max=logits.shape[1] - 1)
 
-    def _uniform(self, states: Sequence[SamplingState]) -> Tensor:
+    def _uniform(self, states: Sequence[SamplingState], device: torch.device) -> Tensor:
         """[R] float64 in [0, 1): one number of each row's own generator, or of the common one."""
-        return torch.cat(
-            [
-                torch.rand(1, generator=state.generator or self._generator, dtype=torch.float64)
-                for state in states
-            ]
-        )
+        values = [
+            torch.rand(1, generator=state.generator or self._generator, dtype=torch.float64)
+            for state in states
+        ]
+        return send(torch.cat(values), device)
 
-    def _report(
-        self, logits: Tensor, states: Sequence[SamplingState], tokens: Tensor
-    ) -> list[SampledToken]:
-        wanted = {i: n for i, s in enumerate(states) if (n := s.params.logprobs) is not None}
-        result = [SampledToken(token) for token in tokens.tolist()]
-        if not wanted:
-            return result
-        rows = list(wanted)
-        logprobs = logits[rows].log_softmax(-1)  # [R, V]
-        chosen = logprobs.gather(1, tokens[rows].unsqueeze(-1)).squeeze(-1).tolist()
-        best = logprobs.topk(min(max(wanted.values()), logits.shape[1]))
-        values, ids = best.values.tolist(), best.indices.tolist()
-        for r, i in enumerate(rows):
-            top = tuple(zip(ids[r][: wanted[i]], values[r][: wanted[i]], strict=True))
-            result[i] = SampledToken(result[i].token_id, chosen[r], top)
-        return result
+
+def _logprobs(logits: Tensor, states: Sequence[SamplingState], tokens: Tensor) -> _Logprobs | None:
+    """What the rows that ask for log-probabilities get; None when none does."""
+    wanted = {i: n for i, s in enumerate(states) if (n := s.params.logprobs) is not None}
+    if not wanted:
+        return None
+    rows = upload(list(wanted), torch.long, logits.device)
+    logprobs = logits[rows].log_softmax(-1)  # [R, V]
+    chosen = logprobs.gather(1, tokens[rows].unsqueeze(-1)).squeeze(-1)
+    best = logprobs.topk(min(max(wanted.values()), logits.shape[1]))
+    return _Logprobs(wanted, (chosen, best.values, best.indices))
 
 
 def filter_threshold(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -183,7 +245,8 @@ def filter_threshold(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor
     ranked = [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1]
     if ranked:
         chosen = [params[i] for i in ranked]
-        lowest[ranked] = _ranked_threshold(scaled[ranked], chosen, CANDIDATES)
+        index = upload(ranked, torch.long, scaled.device)
+        lowest.index_copy_(0, index, _ranked_threshold(scaled[index], chosen, CANDIDATES))
     if any(p.min_p > 0 for p in params):
         floor = _column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params], scaled)
         lowest = torch.maximum(lowest, scaled.amax(-1, keepdim=True) + floor)
@@ -199,9 +262,8 @@ def _ranked_threshold(scaled: Tensor, params: Sequence[SamplingParams], width: i
     vocab_size = scaled.shape[1]
     width = min(width, vocab_size)
     best = scaled.topk(width).values  # [R, width], descending
-    k = torch.tensor(
-        [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], device=scaled.device
-    ).unsqueeze(-1)  # [R, 1]
+    limits = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    k = upload(limits, torch.long, scaled.device).unsqueeze(-1)  # [R, 1]
     rank = torch.arange(width, device=scaled.device)
     kept = best.masked_fill(rank >= k, -math.inf)
     whole = torch.where(k < vocab_size, kept.logsumexp(-1, True), scaled.logsumexp(-1, True))
@@ -210,18 +272,21 @@ def _ranked_threshold(scaled: Tensor, params: Sequence[SamplingParams], width: i
     top_p = _column([p.top_p if p.top_p < 1 else math.inf for p in params], scaled)
     count = torch.minimum((mass < top_p).sum(-1, keepdim=True) + 1, k)
     lowest = best.gather(1, count.clamp(max=width) - 1)
+    if max(limits) <= width:
+        return lowest
     settled = (count <= width) & ((k <= width) | (k == vocab_size))
+    # The one question that waits for the device; a small top_k spares it.
     open_rows = (~settled).squeeze(-1).nonzero().flatten().tolist()
-    if open_rows and width < vocab_size:
+    if open_rows:
         again = [params[i] for i in open_rows]
         lowest[open_rows] = _ranked_threshold(scaled[open_rows], again, vocab_size)
     return lowest
 
 
-def _penalise(row: Tensor, state: SamplingState) -> Tensor:
+def _penalise(row: Tensor, state: SamplingState, previous: Tensor | None) -> Tensor:
     """A row of logits [V] after repetition, frequency and presence penalties."""
     p = state.params
-    seen, counts = state.counts(len(row), row.device)
+    seen, counts = state.counts(len(row), row.device, previous)
     if p.repetition_penalty != 1:
         weaker = torch.where(row > 0, row / p.repetition_penalty, row * p.repetition_penalty)
         row = torch.where(seen, weaker, row)
@@ -230,7 +295,7 @@ def _penalise(row: Tensor, state: SamplingState) -> Tensor:
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """Per-row numbers as [R, 1], of the dtype and device of `like`."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
+    return upload(values, like.dtype, like.device).unsqueeze(-1)
 
 
 def validate(params: SamplingParams, vocab_size: int) -> None:

@@ -7,6 +7,10 @@ Progress: both queues are kept in order of arrival (prefills without output coun
 and only a later sequence is preempted for an earlier one, so the earliest always moves; a sequence
 takes all its images' pages or none, so two can never wait for each other; and `check_admissible`
 has proved that each fits alone. A prefill without output gets only what the real turns leave.
+
+A sequence may be scheduled while its last token is pending (`Sequence.append_pending`). It may also
+be preempted or finished then: its pages go to others at once, because whatever is launched later
+runs later, and the prefix cache gets only tokens that are known.
 """
 
 from __future__ import annotations
@@ -60,6 +64,11 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._counts = Counts()
+        self._budget = 0  # text tokens the step being scheduled may still take
+        # Looking for a place costs a walk of the prefix cache, and the same sequence is refused
+        # again until something has come back.
+        self._changes = 0
+        self._refused: tuple[str, int] | None = None  # the request and `_changes` then
 
     # -- admission ------------------------------------------------------------------------------
 
@@ -116,20 +125,26 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Choose the next step: running sequences first, then as many waiting ones as fit."""
         batch = Batch()
+        self._budget = self.config.max_num_batched_tokens
         for prefill_only in (False, True):
             self._continue(batch, prefill_only)
             self._admit_waiting(batch, prefill_only)
         return batch
 
     def _continue(self, batch: Batch, prefill_only: bool) -> None:
-        running = [s for s in self.running if s.request.prefill_only is prefill_only]
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for seq in self.running:
+            if seq.request.prefill_only is prefill_only:
+                single = seq.num_tokens - seq.num_computed_tokens <= 1
+                (decoding if single else prefilling).append(seq)
         # Decoding sequences come first, so that a long prefill cannot delay a token.
-        for seq in sorted(running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1):
+        for seq in decoding + prefilling:
             if seq.status is SequenceStatus.RUNNING:
                 self._add_chunk(batch, seq)
 
     def _admit_waiting(self, batch: Batch, prefill_only: bool) -> None:
-        while self.waiting and batch.num_tokens < self.config.max_num_batched_tokens:
+        while self.waiting and self._budget > 0:
             seq = self.waiting[0]
             if seq.request.prefill_only is not prefill_only or not self._seat(batch, seq):
                 return
@@ -149,9 +164,12 @@ class Scheduler:
 
     def _admit(self, seq: Sequence) -> bool:
         """Take the sequence's images and cached prefix; False leaves it as it was."""
+        if self._refused == (seq.id, self._changes):
+            return False
         wanted = [(p.image.digest, p.image.num_tokens) for p in seq.images]
         acquired = self.vision.acquire_all(wanted)
         if acquired is None:
+            self._refused = (seq.id, self._changes)
             return False
         matched = self.radix.match(seq.keys) if self.radix else None
         pages = list(matched.pages) if matched else []
@@ -160,9 +178,11 @@ class Scheduler:
         if missing > self.text.num_free and missing > self.text.num_free + self._evictable():
             self.text.release(pages)
             self._release_images(seq)
+            self._refused = (seq.id, self._changes)
             return False
         for placed in seq.images:
             placed.pages = acquired.pages[placed.image.digest]
+        seq.images_ready = not seq.images
         seq.pages = pages
         seq.num_computed_tokens = len(pages) * self.page_size
         if seq.status is SequenceStatus.WAITING:
@@ -176,34 +196,35 @@ class Scheduler:
 
     def _add_chunk(self, batch: Batch, seq: Sequence) -> None:
         """Schedule as much of the sequence as its images, the token budget and pages allow."""
-        self._add_images(batch, seq)
-        scheduled = {job.image.digest for job in batch.images}
-        end = seq.num_tokens
-        for placed in seq.images:  # text behind an image waits until the image is there
-            if not self.vision.is_ready(placed.image.digest):
-                if placed.image.digest not in scheduled:
-                    end = min(end, placed.text_index)
-                    break
+        if seq.last_is_pending:
+            return
+        end = seq.num_tokens if seq.images_ready else self._add_images(batch, seq)
         start = seq.num_computed_tokens
-        budget = self.config.max_num_batched_tokens - batch.num_tokens
-        count = min(end - start, budget)
+        count = min(end - start, self._budget)
         if count <= 0 or not self._ensure_pages(batch, seq, start + count):
             return
         whole = start + count == seq.num_tokens
-        samples = whole and not seq.request.prefill_only
-        batch.chunks.append(Chunk(seq, start, count, samples))
+        batch.chunks.append(Chunk(seq, start, count, whole and not seq.request.prefill_only))
+        self._budget -= count
 
-    def _add_images(self, batch: Batch, seq: Sequence) -> None:
+    def _add_images(self, batch: Batch, seq: Sequence) -> int:
+        """Have missing images encoded; where the text ends whose images are all there by then."""
         scheduled = {job.image.digest for job in batch.images}
+        ready = True
         for placed in seq.images:
             digest = placed.image.digest
-            if digest in scheduled or self.vision.is_ready(digest):
+            if self.vision.is_ready(digest):
+                continue
+            ready = False
+            if digest in scheduled:
                 continue
             if len(batch.images) >= self.config.max_images_per_step:
-                return
+                return placed.text_index
             assert placed.pages is not None
             batch.images.append(ImageJob(placed.image, placed.pages))
             scheduled.add(digest)
+        seq.images_ready = ready
+        return seq.num_tokens
 
     # -- pages ----------------------------------------------------------------------------------
 
@@ -237,6 +258,7 @@ class Scheduler:
         seq.status = SequenceStatus.PREEMPTED
         self.running.remove(seq)
         insort(self.waiting, seq, key=_rank)
+        self._budget += sum(c.count for c in batch.chunks if c.seq is seq)
         batch.chunks = [c for c in batch.chunks if c.seq is not seq]
         # An image that only this sequence held has lost its pages with the last reference.
         batch.images = [j for j in batch.images if self.vision.lookup(j.image.digest)]
@@ -247,6 +269,7 @@ class Scheduler:
         seq.pages = []
         seq.num_computed_tokens = 0
         self._release_images(seq)
+        self._changes += 1
 
     def _release_images(self, seq: Sequence) -> None:
         for placed in seq.images:
@@ -254,15 +277,16 @@ class Scheduler:
             placed.pages = None
 
     def cache_prefix(self, seq: Sequence) -> None:
-        """Make the sequence's whole computed pages findable by later ones."""
-        full = seq.num_computed_tokens // self.page_size
+        """Make the sequence's whole pages of known, computed tokens findable by later ones."""
+        full = min(seq.num_computed_tokens, len(seq.keys)) // self.page_size
         if self.radix and full:
             self.radix.insert(seq.keys[: full * self.page_size], seq.pages[:full])
+            self._changes += 1
 
     # -- after a step ---------------------------------------------------------------------------
 
     def advance(self, chunk: Chunk) -> None:
-        """Record that a chunk's KV is in the pool."""
+        """Record that a chunk's KV is in the pool, for all that is launched later."""
         seq = chunk.seq
         seq.num_computed_tokens = chunk.start + chunk.count
         if chunk.samples and chunk.count > 1:  # a prefill just ended
@@ -270,6 +294,7 @@ class Scheduler:
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out of either queue and give back everything it holds."""
+        seq.drop_pending()
         if seq.status is SequenceStatus.RUNNING:
             self._give_back(seq)
             self.running.remove(seq)
@@ -284,6 +309,7 @@ class Scheduler:
         held: dict[int, int] = {}
         for seq in self.running:
             assert seq.num_computed_tokens <= len(seq.pages) * self.page_size
+            assert seq.num_computed_tokens <= seq.num_tokens == len(seq.keys) + seq.num_pending
             for page in seq.pages:
                 held[page] = held.get(page, 0) + 1
         if self.radix:

@@ -46,8 +46,8 @@ class Driver:
         self._run = engine.runner.run
         engine.runner.run = self._recorded  # type: ignore[method-assign]
 
-    def _recorded(self, batch: Batch) -> Logits | None:
-        logits = self._run(batch)
+    def _recorded(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
+        logits = self._run(batch, previous)
         if logits is not None:
             for chunk, row in zip(logits.chunks, logits.values, strict=True):
                 self.logits.setdefault(chunk.seq.id, []).append(row.clone())

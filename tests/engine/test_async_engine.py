@@ -336,12 +336,12 @@ def test_a_step_that_raises_ends_its_requests_and_the_engine_goes_on() -> None:
             runner = engine.engine.runner
             whole, calls = runner.run, 0
 
-            def fails_once(batch: Any) -> Any:
+            def fails_once(batch: Any, previous: Any) -> Any:
                 nonlocal calls
                 calls += 1
                 if calls == 3:
                     raise RuntimeError("a secret detail")
-                return whole(batch)
+                return whole(batch, previous)
 
             runner.run = fails_once  # type: ignore[method-assign]
             both = [engine.submit(name, made, LONG) for name in "ab"]

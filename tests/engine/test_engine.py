@@ -100,13 +100,14 @@ class Script:
         self.run = d.engine.runner.run
         d.engine.runner.run = self  # type: ignore[method-assign]
 
-    def __call__(self, batch: Any) -> Any:
-        logits = self.run(batch)
+    def __call__(self, batch: Any, previous: Any) -> Any:
+        logits = self.run(batch, previous)
         if logits is None:
             return None
         values = torch.zeros(logits.values.shape)
         for row, chunk in zip(values, logits.chunks, strict=True):
-            row[self.tokens[chunk.seq.num_output_tokens % len(self.tokens)]] = 1
+            said = chunk.seq.num_tokens - chunk.seq.num_prompt_tokens
+            row[self.tokens[said % len(self.tokens)]] = 1
         return logits._replace(values=values)
 
 
