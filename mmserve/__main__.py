@@ -142,7 +142,25 @@ def _chat(args: argparse.Namespace) -> None:
     chat(engine_config(args), [Path(f) for f in files], question, args.max_tokens)
 
 
+def _bench_engine(args: argparse.Namespace) -> None:
+    from mmserve.bench.dims import SHAPES
+    from mmserve.bench.engine_suite import EngineSuite, bench_engine
+
+    suite = EngineSuite(
+        shape=SHAPES.get(args.shape),
+        peer=bool(args.peer),
+        budget_s=args.budget_seconds,
+        step_tokens=args.step_tokens,
+        json=args.json,
+        command=shlex.join(["mmserve", *sys.argv[1:]]),
+        seed=args.seed,
+    )
+    bench_engine(suite, engine_config(args).model)
+
+
 def _bench(args: argparse.Namespace) -> None:
+    if args.workload == "engine":
+        return _bench_engine(args)
     from mmserve.bench.command import Options, bench
     from mmserve.bench.workload import WORKLOADS
 
@@ -160,10 +178,11 @@ def _bench(args: argparse.Namespace) -> None:
 
 
 def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    from mmserve.bench.dims import DEFAULT, SHAPE_NAMES
     from mmserve.bench.workload import WORKLOADS
 
     add = parser.add_argument
-    add("workload", choices=tuple(WORKLOADS))
+    add("workload", choices=(*WORKLOADS, "engine"), help="or a suite of engine measurements")
     add("--sessions", type=_count, help="users (this and the next: default by workload)")
     add("--turns", type=_count, help="of each user")
     add("--images", type=_count, help="in view of a turn")
@@ -171,6 +190,9 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=_count, help="of each answer")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add("--shape", choices=SHAPE_NAMES, default=DEFAULT, help="engine: model dimensions")
+    add("--budget-seconds", type=_count, default=300, help="engine: no case starts later")
+    add("--step-tokens", type=_count, default=8192, help="engine: text tokens in one step")
     add("--peer", choices=("transformers",), help="compare with its generate, in the same run")
     add(
         "--peer-dtype",

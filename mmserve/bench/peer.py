@@ -71,6 +71,29 @@ class Comparison:
     others_cpu: float | None  # share of all cores that other processes took meanwhile
 
 
+@torch.inference_mode()
+def timed_generate(lm: Any, inputs: dict[str, Tensor], output_tokens: int) -> Times:
+    """Greedy `generate` of a fixed length, end of text ignored; when each token came."""
+    started = time.perf_counter()
+    times: list[float] = []
+
+    def stamp(ids: Tensor, _: Any, **__: Any) -> Tensor:
+        ids[:, -1].tolist()  # on a GPU the token must have been computed
+        times.append(time.perf_counter() - started)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    lm.generation_config.eos_token_id = None
+    lm.generate(
+        **inputs,
+        max_new_tokens=output_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        stopping_criteria=[stamp],
+    )
+    assert len(times) == output_tokens
+    return times
+
+
 class Peer:
     """transformers' model of the same weights, LoRA merged, with its own attention and cache.
 
@@ -81,30 +104,14 @@ class Peer:
     def __init__(self, config: ModelConfig, dtype: str) -> None:
         self._loaded: LoadedModel = load_model(config)
         self._lm: Any = self._loaded.lm.to(getattr(torch, dtype))
-        self._lm.generation_config.eos_token_id = None  # answers of a fixed length
         self.name = f"transformers generate, {dtype}, {self._lm.config._attn_implementation}"
 
-    @torch.inference_mode()
     def generate(self, prompts: Sequence[tuple[Segment, ...]], output_tokens: int) -> Times:
         """Greedy answers to all prompts in one left-padded batch; when each token came."""
         started = time.perf_counter()
-        times: list[float] = []
-
-        def stamp(ids: Tensor, _: Any, **__: Any) -> Tensor:
-            ids[:, -1].tolist()  # on a GPU the token must have been computed
-            times.append(time.perf_counter() - started)
-            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
         inputs = self._inputs(prompts)
-        self._lm.generate(
-            **inputs,
-            max_new_tokens=output_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            stopping_criteria=[stamp],
-        )
-        assert len(times) == output_tokens
-        return times
+        prepared = time.perf_counter() - started
+        return [prepared + t for t in timed_generate(self._lm, inputs, output_tokens)]
 
     def _inputs(self, prompts: Sequence[tuple[Segment, ...]]) -> dict[str, Tensor]:
         text_only = all(isinstance(s, TextSegment) for prompt in prompts for s in prompt)

@@ -89,7 +89,7 @@ def render(report: Report) -> str:
     for part in ("prepare", "queue", "images", "text"):
         name = f"of TTFT, mean ms: {part}"
         rows.append([name, *(f"{s.ttft_parts_ms[part]:.1f}" for s in report.phases)])
-    lines = [*_header(report), "", *_table(["", *heads], rows), "", _bound(report)]
+    lines = [*_header(report), "", *table(["", *heads], rows), "", _bound(report)]
     if (warm := report.warm_ratio) is not None:
         lines.append(f"known images: the median first token comes {warm:.1f} times sooner")
     for comparison in report.comparisons:
@@ -133,7 +133,7 @@ def _comparison(c: Comparison) -> list[str]:
     rows = [[name, *_speed(side, c.ours)] for name, side in sides]
     head = f"{c.streams} streams, {c.prompt_tokens:.0f} prompt tokens"
     others = f"(other processes took {_share(c.others_cpu)} of the cores)"
-    return [*_table([head, "TTFT ms", "decode tokens/s", "all tokens/s"], rows), others]
+    return [*table([head, "TTFT ms", "decode tokens/s", "all tokens/s"], rows), others]
 
 
 def _speed(side: Speed, ours: Speed) -> list[str]:
@@ -147,13 +147,15 @@ def _speed(side: Speed, ours: Speed) -> list[str]:
     ]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """First column to the left, the others to the right."""
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
+) -> list[str]:
+    """Columns `left` to the left, the others to the right."""
     columns = list(zip(head, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     return [
         "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
+            cell.ljust(width) if i in left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in (head, *rows)

@@ -1,13 +1,12 @@
 """Public models' shapes with random weights: what speed is measured on where no weights are.
 
-Owns their dimensions and how each becomes a `LoadedModel`. Weights are made on the device, in the
+Owns how dimensions become a `LoadedModel`. Weights are made on the device, in the
 dtype they run in, so that a model of 14 GB costs no second copy and no trip through the host.
 Knows nothing of workloads or clocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
-from mmserve.bench.tower import ShapedVision, TowerDims
+from mmserve.bench.dims import ModelShape
+from mmserve.bench.tower import ShapedVision
 from mmserve.model.fetch import BaseModelSpec
 from mmserve.model.loader import LoadedModel
 from mmserve.model.spec import ModelSpec
@@ -26,48 +26,6 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _EOS = 2  # <|im_end|>
 
 _FAMILIES: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
-
-
-@dataclass(frozen=True)
-class TextDims:
-    """A decoder of transformers' `family`."""
-
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    theta: float
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    name: str
-    text: TextDims
-    vision: TowerDims
-    max_model_len: int = 32_768  # tokens
-
-
-MISTRAL_7B = TextDims("mistral", 32, 4096, 32, 8, 128, 14336, 32000, 1e6)
-QWEN_7B = TextDims("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 1e6)  # with q, k, v biases
-LLAMA_7B = TextDims("llama", 32, 4096, 32, 32, 128, 11008, 32064, 1e4)
-
-SO400M = TowerDims("siglip", 27, 1152, 16, 4304, patch=14, image_size=980, latent_grid=(8, 8))
-CLIP_L = TowerDims("clip", 23, 1024, 16, 4096, patch=14, image_size=336, latent_grid=None)
-NO_TOWER = TowerDims("siglip", 1, 64, 1, 64, patch=14, image_size=56, latent_grid=(2, 2))
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        ModelShape("mistral-7b", MISTRAL_7B, NO_TOWER),
-        ModelShape("qwen2.5-7b", QWEN_7B, NO_TOWER),
-        ModelShape("idefics2-8b", MISTRAL_7B, SO400M),
-        ModelShape("llava-7b", LLAMA_7B, CLIP_L),
-    )
-}
 
 
 def build_shape(

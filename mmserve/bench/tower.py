@@ -1,48 +1,24 @@
 """Public models' vision towers with random weights, behind the interface of our vision path.
 
-Owns the towers' dimensions and the two ways features become visual tokens: our compressor, or one
+Owns the towers and the two ways features become visual tokens: our compressor, or one
 token a patch through a small network. Knows nothing of language models beyond their width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
+from mmserve.bench.dims import TowerDims
 from mmserve.vision.encoder import EncoderConfig
 from mmserve.vision.model import VisionConfig, VisionModel
 from mmserve.vision.perceiver import CompressorConfig, PerceiverCompressor, Source
 
 COMPRESSOR_LAYERS = 3
 DEVIATION = 0.02
-
-
-@dataclass(frozen=True)
-class TowerDims:
-    """`latent_grid` None: every patch is a token. LLaVA reads the layer before the last: 23."""
-
-    family: str  # siglip | clip
-    layers: int
-    hidden: int
-    heads: int
-    mlp: int
-    patch: int  # pixels
-    image_size: int  # pixels
-    latent_grid: tuple[int, int] | None
-
-    @property
-    def side(self) -> int:
-        """Patches."""
-        return self.image_size // self.patch
-
-    @property
-    def num_tokens(self) -> int:
-        rows, columns = self.latent_grid or (self.side, self.side)
-        return rows * columns
 
 
 class ShapedVision(VisionModel):

@@ -1,0 +1,131 @@
+"""`mmserve bench engine`: one shape, its ceilings, the peer and the engine's cases in one run.
+
+Owns the order (peer before the engine, which fuses the weights they share) and the pools' sizes.
+Knows nothing of flags' spelling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmserve.bench.ceilings import GIB, Ceilings, Probe, measure_ceilings
+from mmserve.bench.dims import NO_TOWER, ModelShape
+from mmserve.bench.engine_cases import EngineCases, Plan
+from mmserve.bench.load import Load
+from mmserve.bench.machine import board_uuid, facts
+from mmserve.bench.peer_cases import PeerCases
+from mmserve.bench.shapes import build_shape
+from mmserve.bench.sizes import Sizes
+from mmserve.bench.suite import Line, SuiteReport, record, render, run_cases
+from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmserve.energy import board_reader
+from mmserve.engine.engine import Engine
+from mmserve.model.loader import LoadedModel, load_model, resolve_device
+
+POOL_IMAGES = 64  # images the vision pool holds
+SPARE_BYTES = 12 * GIB  # of the device: activations of the longest step, graphs, libraries
+
+
+@dataclass(frozen=True)
+class EngineSuite:
+    """`shape` None is the default model with its real weights."""
+
+    shape: ModelShape | None
+    peer: bool = False
+    budget_s: float = 300.0
+    step_tokens: int = 8192  # text tokens in one step
+    json: Path | None = None
+    command: str = "mmserve bench engine"
+    seed: int = 0
+    plan: Plan = field(default_factory=Plan)
+    probe: Probe = field(default_factory=Probe)
+
+
+def bench_engine(suite: EngineSuite, config: ModelConfig) -> SuiteReport:
+    """Run, print, and write the JSON."""
+    deadline = time.monotonic() + suite.budget_s
+    device = resolve_device(config.device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    loaded = _load(suite, config, device)
+    sizes = Sizes.of(loaded)
+    ceilings = measure_ceilings(device, loaded.lm.dtype, suite.probe)
+    report = SuiteReport(
+        command=suite.command,
+        suite="engine",
+        model=loaded.spec.name,
+        facts=facts(device),
+        ceilings=ceilings,
+        sizes=sizes.shown(),
+        lines=(),
+    )
+    lines = _lines(suite, config, loaded, sizes, ceilings, deadline)
+    report = record(report, lines, suite.json)
+    print(render(report))
+    return report
+
+
+def _lines(
+    suite: EngineSuite,
+    config: ModelConfig,
+    loaded: LoadedModel,
+    sizes: Sizes,
+    ceilings: Ceilings,
+    deadline: float,
+) -> Iterator[Line]:
+    plan = suite.plan
+    peers = PeerCases(loaded, plan.decode[:2])
+    if suite.peer:
+        yield from run_cases(peers.all(), deadline)
+    gc.collect()
+    if loaded.device.type == "cuda":
+        torch.cuda.empty_cache()
+    engine = Engine(_engine_config(suite, config, loaded), loaded)
+    itemsize = 1 if engine.runner.dtype == "int8" else engine.runner.text.shape.dtype.itemsize
+    sizes = dataclasses.replace(sizes, itemsize=itemsize)
+    load = Load(engine, board_reader(board_uuid(loaded.device)), suite.seed, deadline)
+    images = suite.shape is None or suite.shape.vision != NO_TOWER
+    cases = EngineCases(load, sizes, ceilings, plan, peers.speeds, images)
+    yield from run_cases(cases.all(), deadline)
+
+
+def _load(suite: EngineSuite, config: ModelConfig, device: torch.device) -> LoadedModel:
+    if suite.shape is None:
+        return load_model(config)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return build_shape(suite.shape, device, dtype, suite.seed)
+
+
+def _engine_config(suite: EngineSuite, config: ModelConfig, loaded: LoadedModel) -> EngineConfig:
+    """Pools for the largest case, or what the device has left for the text pool."""
+    plan, page = suite.plan, CacheConfig().page_size
+    token = _kv_bytes_per_token(loaded)
+    image_pages = -(-loaded.spec.num_image_tokens // page)
+    vision = max(POOL_IMAGES, 2 * max(plan.shared)) * image_pages * page * token
+    text = (plan.text_tokens() + page * plan.sessions) * token
+    if loaded.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(loaded.device)
+        text = min(text, free - vision - SPARE_BYTES)
+    return EngineConfig(
+        model=config,
+        cache=CacheConfig(text_bytes=max(text, page * token), vision_bytes=vision),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max(plan.sessions, *(batch for batch, _ in plan.decode)),
+            max_num_batched_tokens=suite.step_tokens,
+        ),
+    )
+
+
+def _kv_bytes_per_token(loaded: LoadedModel) -> int:
+    config: Any = loaded.lm.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    return int(2 * heads * head_dim * loaded.lm.dtype.itemsize)

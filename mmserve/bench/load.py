@@ -1,0 +1,205 @@
+"""Requests of random tokens and noise images, given to an engine in the caller's own thread.
+
+Owns what is asked and the clock around it: no server, no tokenizer and no image decoder is timed.
+Knows nothing of ceilings or tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mmserve.bench.ceilings import synchronize
+from mmserve.energy import Reader
+from mmserve.engine.engine import Engine
+from mmserve.request import (
+    FinishReason,
+    ImageInput,
+    ImageSegment,
+    Request,
+    SamplingParams,
+    Segment,
+    TextSegment,
+)
+from mmserve.vision.preprocess import fingerprint
+
+_EDGE_S = 0.5  # a board's counter moves at least so often
+_NOISE_IMAGES = 8  # made once: what differs between images is their digest
+
+
+@dataclass(frozen=True)
+class Window:
+    """How long is measured, whichever ends first after `min_steps`."""
+
+    seconds: float = 1.0
+    max_steps: int = 300
+    min_steps: int = 3
+    warm_up: int = 8  # steps before
+
+    def open(self, started: float, steps: int) -> bool:
+        late = time.perf_counter() - started >= self.seconds
+        return steps < self.min_steps or (steps < self.max_steps and not late)
+
+
+@dataclass
+class Load:
+    """One engine under load. `deadline` in seconds of `time.monotonic` ends whatever runs."""
+
+    engine: Engine
+    read_joules: Reader | None = None
+    seed: int = 0
+    deadline: float = float("inf")
+    _tokens: dict[str, int] = field(default_factory=dict)  # of requests that run, by id
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self._names = itertools.count()
+        self.device = self.engine.runner.device
+        vocab = self.engine.tokenizer.vocab_size
+        self._plain = range(min(1000, vocab // 2), vocab)  # special tokens have low ids
+        size = self.engine.spec.image_size
+        noise = np.random.default_rng(self.seed)
+        shape = (_NOISE_IMAGES, 3, size, size)
+        self._noise = noise.integers(0, 256, shape, dtype=np.uint8)
+
+    def text(self, count: int) -> TextSegment:
+        return TextSegment(tuple(self._rng.choices(self._plain, k=count)))
+
+    def image(self) -> ImageSegment:
+        """A new one: noise, already decoded."""
+        number = next(self._names)
+        digest = fingerprint(("noise", f"{self.seed}/{number}".encode()))
+        pixels = self._noise[number % _NOISE_IMAGES]
+        tokens = self.engine.spec.num_image_tokens
+        return ImageSegment(ImageInput(digest, b"", tokens, pixels))
+
+    def images(self, count: int) -> list[Segment]:
+        return [self.image() for _ in range(count)]
+
+    def add(self, segments: Sequence[Segment], max_tokens: int | None = None) -> str:
+        """Queue a greedy request. Raises ContextLengthExceededError where it can never fit."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        request = Request(f"load-{next(self._names)}", tuple(segments), params)
+        text = _text_tokens(segments)
+        images = sum(image.num_tokens for image in request.images)
+        self.engine.scheduler.check_admissible(request, text, images)
+        self.engine.add(request)
+        self._tokens[request.id] = 0
+        return request.id
+
+    def step(self) -> int:
+        """One engine step; how many tokens came. Raises TimeoutError and RuntimeError."""
+        if time.monotonic() > self.deadline:
+            raise TimeoutError("no time left")
+        count = 0
+        for name, event in self.engine.step():
+            if event.error is not None:
+                raise RuntimeError(event.error)
+            count += len(event.token_ids)
+            self._tokens[name] += len(event.token_ids)
+            if event.finish_reason is not None:
+                del self._tokens[name]
+        return count
+
+    def ask(self, segments: Sequence[Segment]) -> float:
+        """Seconds from a request's arrival to its first token, with nothing else running."""
+        synchronize(self.device)
+        started = time.perf_counter()
+        self.add(segments, max_tokens=1)
+        while not self.step():
+            pass
+        seconds = time.perf_counter() - started
+        while self.engine.has_work:
+            self.step()
+        return seconds
+
+    def start_decoding(self, prompts: Sequence[Sequence[Segment]], grown: int) -> None:
+        """Queue all and step until each has its first token; each may grow by `grown` tokens.
+
+        Raises ValueError where they do not run all together.
+        """
+        text = self.engine.scheduler.text
+        size = self.engine.scheduler.page_size
+        need = sum(-(-(_text_tokens(prompt) + grown) // size) for prompt in prompts)
+        if need > text.num_pages:
+            gigabytes = need * self.engine.runner.text.shape.page_bytes / 1e9
+            raise ValueError(f"does not fit: needs {gigabytes:.0f} GB of text KV")
+        for prompt in prompts:
+            self.add(prompt)
+        while not all(self._tokens.values()):
+            self.step()
+        self.check_running(len(prompts))
+
+    def check_running(self, count: int) -> None:
+        running = len(self.engine.scheduler.running)
+        if running != count:
+            raise ValueError(f"only {running} of {count} sequences fit side by side")
+
+    def time_steps(self, window: Window) -> tuple[float, int, int]:
+        """Seconds, steps and tokens of a window over whatever is decoding."""
+        for _ in range(window.warm_up):
+            self.step()
+        synchronize(self.device)
+        steps = tokens = 0
+        started = time.perf_counter()
+        while window.open(started, steps):
+            tokens += self.step()
+            steps += 1
+        synchronize(self.device)
+        return time.perf_counter() - started, steps, tokens
+
+    def joules_each(self, work: Callable[[], int], window: Window) -> float | None:
+        """Board joules of one of the units that `work` does; None without a counter.
+
+        From one movement of the counter to another, so its step costs no accuracy.
+        """
+        read = self.read_joules
+        if read is None:
+            return None
+        first, _ = self._until_it_moves(read, work)
+        steps = units = 0
+        started = time.perf_counter()
+        while window.open(started, steps):
+            units += work()
+            steps += 1
+        last, more = self._until_it_moves(read, work)
+        return (last - first) / (units + more)
+
+    def _until_it_moves(self, read: Reader, work: Callable[[], int]) -> tuple[float, int]:
+        before, units = read(), 0
+        until = time.perf_counter() + _EDGE_S
+        while time.perf_counter() < until:
+            units += work()
+            now = read()
+            if now != before:
+                return now, units
+        return before, units
+
+    def clear(self) -> None:
+        """End everything and forget cached text, so that a case finds what the first one found."""
+        self.engine.abort_all(FinishReason.ABORT)
+        while self.engine.has_work:
+            self.engine.step()
+        self._tokens.clear()
+        radix = self.engine.scheduler.radix
+        if radix is not None:
+            radix.evict(radix.evictable_pages)
+
+
+def _text_tokens(segments: Sequence[Segment]) -> int:
+    return sum(len(s.token_ids) for s in segments if isinstance(s, TextSegment))
+
+
+def kv_bytes(load: Load) -> tuple[int, int]:
+    """Bytes of KV that a decode step must read: each page once, and once for each sequence."""
+    runner, running = load.engine.runner, load.engine.scheduler.running
+    text = [page for seq in running for page in seq.pages]
+    vision = [page for seq in running for i in seq.images for page in i.pages or ()]
+    sizes = runner.text.shape.page_bytes, runner.vision.shape.page_bytes
+    once = len(set(text)) * sizes[0] + len(set(vision)) * sizes[1]
+    return once, len(text) * sizes[0] + len(vision) * sizes[1]
