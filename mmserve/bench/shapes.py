@@ -36,7 +36,7 @@ def build_shape(
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(seed)
         lm = AutoModelForCausalLM.from_config(
-            _text_config(shape), dtype=dtype, attn_implementation="sdpa"
+            text_config(shape), dtype=dtype, attn_implementation="sdpa"
         )
         vision = ShapedVision(shape.vision, shape.text.hidden, dtype)
     return LoadedModel(
@@ -60,7 +60,8 @@ def padded_tokenizer(vocab: int) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _text_config(shape: ModelShape) -> Any:
+def text_config(shape: ModelShape) -> Any:
+    """transformers' configuration of the decoder."""
     dims = shape.text
     special: dict[str, Any] = {"sliding_window": None} if dims.family == "mistral" else {}
     return _FAMILIES[dims.family](
