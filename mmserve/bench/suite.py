@@ -71,6 +71,17 @@ class SuiteReport:
         path.write_text(self.to_json() + "\n")
 
 
+def read_report(path: Path) -> SuiteReport:
+    """What `SuiteReport.write` wrote."""
+    data = json.loads(path.read_text())
+    lines = tuple(
+        Line(**{name: value for name, value in line.items() if name != "share"})
+        for line in data["lines"]
+    )
+    parts = {"facts": Facts(**data["facts"]), "ceilings": Ceilings(**data["ceilings"])}
+    return SuiteReport(**{**data, **parts, "lines": lines})
+
+
 def run_cases(cases: Iterable[Case], deadline: float) -> Iterator[Line]:
     """The lines of all cases; `deadline` in seconds of `time.monotonic`.
 

@@ -12,7 +12,16 @@ import torch
 
 from mmserve.bench.ceilings import Ceilings
 from mmserve.bench.machine import Facts
-from mmserve.bench.suite import Case, Line, SuiteReport, markdown, record, render, run_cases
+from mmserve.bench.suite import (
+    Case,
+    Line,
+    SuiteReport,
+    markdown,
+    read_report,
+    record,
+    render,
+    run_cases,
+)
 
 FACTS = Facts("abc", "a board", 2, 1, "3.11", "2.11", "5.17", 0.5)
 REPORT = SuiteReport("cmd", "engine", "m", FACTS, Ceilings(4e12, 7e14), {"GB of weights": 14.5}, ())
@@ -71,6 +80,7 @@ def test_table_page_and_json_tell_the_same(tmp_path: Path) -> None:
     for text in (render(report), markdown(report)):
         for part in ("80.00", "100.0", "80 %", "12.50 ms a step", late.fault, "4.000 TB/s", "cmd"):
             assert part is not None and part in text
+    assert read_report(path) == report
     data = json.loads(path.read_text())
     assert [line["share"] for line in data["lines"]] == [0.8, None]
     assert data["ceilings"]["flops_per_s"] == 7e14
