@@ -55,8 +55,8 @@ class Weights:
         return float(work.units)
 
 
-def board_reader(uuid: str | None) -> Reader | None:
-    """A reader of the board with this UUID (`GPU-…`), or of the first one.
+def board_reader(uuid: str) -> Reader | None:
+    """A reader of the board with this UUID (`GPU-…`).
 
     None where NVML, its Python package or the board's counter (Volta or newer) is missing.
     """
@@ -103,6 +103,11 @@ class EnergyMeter:
         self._work: list[Work] = []  # since the counter last moved
         self._requests: dict[str, float] = {}  # joules
         self._rate = 0.0  # joules of one unit of weight, at the last movement
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a counter."""
+        return self._read is not None
 
     def share(self, work: Iterable[Work]) -> None:
         """Record what one step computed; share out what the counter has moved, if it has."""

@@ -87,6 +87,7 @@ def test_a_pause_is_nobody_s() -> None:
 
 def test_without_a_counter_everything_is_zero() -> None:
     meter = EnergyMeter(None, WEIGHTS)
+    assert not meter.enabled
     meter.share([Work(Part.DECODE, 2, "a")])
     meter.idle()
     assert meter.close("a") == 0

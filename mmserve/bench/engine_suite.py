@@ -20,7 +20,7 @@ from mmserve.bench.ceilings import GIB, Ceilings, Probe, measure_ceilings
 from mmserve.bench.dims import NO_TOWER, ModelShape
 from mmserve.bench.engine_cases import EngineCases, Plan
 from mmserve.bench.load import Load
-from mmserve.bench.machine import board_uuid, facts
+from mmserve.bench.machine import facts
 from mmserve.bench.peer_cases import PeerCases
 from mmserve.bench.shapes import build_shape
 from mmserve.bench.sizes import Sizes
@@ -28,6 +28,7 @@ from mmserve.bench.suite import Line, SuiteReport, record, render, run_cases
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.energy import board_reader
 from mmserve.engine.engine import Engine
+from mmserve.engine.meter import board_uuid
 from mmserve.model.loader import LoadedModel, load_model, resolve_device
 
 POOL_IMAGES = 64  # images the vision pool holds
@@ -91,7 +92,8 @@ def _lines(
     engine = Engine(_engine_config(suite, config, loaded), loaded)
     itemsize = 1 if engine.runner.dtype == "int8" else engine.runner.text.shape.dtype.itemsize
     sizes = dataclasses.replace(sizes, itemsize=itemsize)
-    load = Load(engine, board_reader(board_uuid(loaded.device)), suite.seed, deadline)
+    read = board_reader(board_uuid(loaded.device)) if loaded.device.type == "cuda" else None
+    load = Load(engine, read, suite.seed, deadline)
     images = suite.shape is None or suite.shape.vision != NO_TOWER
     cases = EngineCases(load, sizes, ceilings, plan, peers.speeds, images)
     yield from run_cases(cases.all(), deadline)

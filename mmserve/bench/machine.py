@@ -91,13 +91,6 @@ def _gpu(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def board_uuid(device: torch.device) -> str | None:
-    """The name NVML knows a GPU by, whichever of a machine's GPUs this process may see."""
-    if device.type != "cuda":
-        return None
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
 class Neighbours:
     """What other processes take of the CPUs from now on: figures mean little where that is much."""
 

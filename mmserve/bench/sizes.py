@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
 from mmserve.bench.ceilings import Ceilings
+from mmserve.engine.meter import image_flops
 from mmserve.model.loader import LoadedModel
 
 
@@ -40,7 +38,7 @@ class Sizes:
             itemsize=head.element_size(),
             layer_weights=sum(p.numel() for p in layers),
             attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
-            image_flops=_image_flops(loaded),
+            image_flops=image_flops(loaded),
             image_tokens=loaded.spec.num_image_tokens,
         )
 
@@ -68,12 +66,3 @@ class Sizes:
             "TFLOP an image": self.image_flops / 1e12,
             "tokens an image": float(self.image_tokens),
         }
-
-
-@torch.inference_mode()
-def _image_flops(loaded: LoadedModel) -> int:
-    size = loaded.spec.image_size
-    blank = torch.zeros(1, 3, size, size, dtype=torch.uint8, device=loaded.device)
-    with FlopCounterMode(display=False) as counter:
-        loaded.vision.encode(blank)
-    return int(counter.get_total_flops())

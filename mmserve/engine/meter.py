@@ -1,0 +1,86 @@
+"""What a step's joules are for: the engine's batches in the words of the energy meter.
+
+Owns the weights of images beside text, and who is charged. Knows nothing of counters or metrics'
+names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmserve.energy import EnergyMeter, Part, Weights, Work, board_reader
+from mmserve.metrics import Metrics
+from mmserve.model.loader import LoadedModel
+from mmserve.request import Sequence
+from mmserve.scheduler.batch import Batch
+
+QUESTION = 32  # text tokens that read a found image, nominally
+
+
+def board_meter(loaded: LoadedModel, metrics: Metrics) -> EnergyMeter:
+    """A meter of the board that `loaded` is on; free, and zero, on a CPU.
+
+    Call before the runner fuses the model. Encodes one blank image where there is a counter.
+    """
+    on_gpu = loaded.device.type == "cuda"
+    reader = board_reader(board_uuid(loaded.device)) if on_gpu else None
+    return EnergyMeter(
+        reader,
+        image_weights(loaded) if reader else Weights(image_miss=1.0),
+        on_spend=lambda part, joules: metrics.energy_joules[part.value].inc(joules),
+    )
+
+
+def board_uuid(device: torch.device) -> str:
+    """The name NVML knows a GPU by, whichever of a machine's GPUs this process may see."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def image_weights(loaded: LoadedModel) -> Weights:
+    """The formulas of `Weights` for one model."""
+    lm: Any = loaded.lm
+    config = lm.config
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.num_hidden_layers * config.num_attention_heads * dim
+    token = 2.0 * sum(p.numel() for p in lm.model.layers.parameters())  # FLOPs
+    tokens = loaded.spec.num_image_tokens
+    return Weights(
+        image_miss=tokens + image_flops(loaded) / token,
+        image_hit=4.0 * width * tokens * QUESTION / token,
+    )
+
+
+@torch.inference_mode()
+def image_flops(loaded: LoadedModel) -> int:
+    """Of the vision path, one image, counted while a blank one passes through."""
+    size = loaded.spec.image_size
+    blank = torch.zeros(1, 3, size, size, dtype=torch.uint8, device=loaded.device)
+    with FlopCounterMode(display=False) as counter:
+        loaded.vision.encode(blank)
+    return int(counter.get_total_flops())
+
+
+def step_work(batch: Batch) -> list[Work]:
+    """A launched step's tokens and images. An image is charged to the first that waits for it."""
+    work = []
+    for chunk in batch.chunks:
+        seq, ends = chunk.seq, chunk.start + chunk.count
+        decodes = chunk.count == 1 and ends > seq.num_prompt_tokens
+        work.append(Work(Part.DECODE if decodes else Part.PROMPT, chunk.count, seq.id))
+        if hits := _found(seq) if chunk.start == seq.num_cached_tokens else 0:
+            work.append(Work(Part.IMAGE_HIT, hits, seq.id))
+    for job in batch.images:
+        waiting = (c.seq.id for c in batch.chunks if _shows(c.seq, job.image.digest))
+        work.append(Work(Part.IMAGE_MISS, 1, next(waiting, None)))
+    return work
+
+
+def _found(seq: Sequence) -> int:
+    return sum(p.image.digest not in seq.missing_images for p in seq.images)
+
+
+def _shows(seq: Sequence, digest: bytes) -> bool:
+    return any(p.image.digest == digest for p in seq.images)

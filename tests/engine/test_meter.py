@@ -1,0 +1,74 @@
+"""Steps of the engine as work for the energy meter, on the tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mmserve.energy import Part, Work
+from mmserve.engine.engine import Engine
+from mmserve.engine.meter import QUESTION, board_meter, image_flops, image_weights, step_work
+from mmserve.metrics import Metrics
+from mmserve.scheduler.batch import Batch
+from tests.engine.driver import Driver, picture, words
+from tests.engine.tiny import (
+    HEAD_DIM,
+    HIDDEN,
+    IMAGE_SIZE,
+    IMAGE_TOKENS,
+    LAYERS,
+    build_tiny,
+    tiny_config,
+    tiny_model,
+)
+
+
+def watched(engine: Engine) -> list[Work]:
+    """The work of every step from now on."""
+    seen: list[Work] = []
+    schedule: Callable[[], Batch] = engine.scheduler.schedule
+
+    def watch() -> Batch:
+        batch = schedule()
+        seen.extend(step_work(batch))
+        return batch
+
+    engine.scheduler.schedule = watch  # type: ignore[method-assign]
+    return seen
+
+
+def units(work: list[Work], part: Part, request_id: str) -> int:
+    return sum(w.units for w in work if w.part is part and w.request_id == request_id)
+
+
+def test_every_token_and_image_is_charged_once_to_who_asked() -> None:
+    driver = Driver(build_tiny(tiny_config(max_num_batched_tokens=16)))
+    work = watched(driver.engine)
+    image, other = driver.image(picture(1)), driver.image(picture(2))
+    first = driver.submit((words(1, 20), image, words(2, 20)))
+    driver.run()
+    second = driver.submit((words(3, 5), image, other, words(4, 5)))
+    driver.run()
+    for name, prompt, misses, hits in ((first, 40, 1, 0), (second, 10, 1, 1)):
+        assert units(work, Part.PROMPT, name) == prompt
+        assert units(work, Part.DECODE, name) == len(driver.tokens(name)) - 1
+        assert units(work, Part.IMAGE_MISS, name) == misses
+        assert units(work, Part.IMAGE_HIT, name) == hits
+    assert not any(w.request_id is None for w in work)
+
+
+def test_an_image_weighs_its_tokens_its_tower_and_what_reads_it() -> None:
+    loaded = tiny_model()
+    assert image_flops(loaded) == 2 * IMAGE_TOKENS * HIDDEN * 3 * IMAGE_SIZE**2
+    token = 2 * sum(p.numel() for p in loaded.lm.model.layers.parameters())
+    weights = image_weights(loaded)
+    assert weights.image_miss == pytest.approx(IMAGE_TOKENS + image_flops(loaded) / token)
+    read = 4 * LAYERS * 6 * HEAD_DIM * IMAGE_TOKENS * QUESTION
+    assert weights.image_hit == pytest.approx(read / token)
+
+
+def test_on_a_cpu_nothing_is_metered() -> None:
+    meter = board_meter(tiny_model(), Metrics())
+    meter.share([Work(Part.DECODE, 1, "a")])
+    assert meter.close("a") == 0
