@@ -7,6 +7,7 @@ nothing of models, requests or the filters' parameters beyond their numbers.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -53,3 +54,58 @@ def silu_mul(both: Tensor, out: Tensor) -> None:
     """out [T, F] = silu(gate) * up of both [T, 2 F], gate first."""
     gate, up = both.float().chunk(2, 1)
     out.copy_(functional.silu(gate) * up)
+
+
+def kept_tokens(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The tokens [B, V] bool that top-k, top-p of what it left, then min-p leave.
+
+    logits [B, V] float32 after temperature; parameters [B] as `sample` takes them. Equals at a
+    threshold all stay; the token that reaches top_p stays, and a top_p of 1 cuts nothing.
+    """
+    vocab = logits.shape[1]
+    masses = (logits - logits.amax(1, keepdim=True)).double().exp()
+    ranked, order = logits.sort(1, descending=True)
+    rank = torch.arange(vocab, device=logits.device)
+    k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long().unsqueeze(1)
+    reached = masses.gather(1, order).masked_fill(rank >= k, 0).cumsum(1)
+    goal = torch.where(top_p < 1, top_p.double(), torch.inf).unsqueeze(1) * reached[:, -1:]
+    count = torch.minimum((reached < goal).sum(1, keepdim=True) + 1, k)
+    return (logits >= ranked.gather(1, count - 1)) & (masses >= min_p.double().unsqueeze(1))
+
+
+def scale(logits: Tensor, temperature: Tensor) -> Tensor:
+    """logits [B, V] of any dtype over temperature [B] -> finite float32 (no number: the lowest)."""
+    scaled = logits.float() / temperature.unsqueeze(1)
+    return scaled.nan_to_num(-3e38).clamp(-3e38, 3e38)
+
+
+def argmax(logits: Tensor, out: Tensor) -> None:
+    """The best token of each row of logits [B, V] into out [B] int64; the lowest id of equals."""
+    scaled = scale(logits, torch.ones(len(logits), device=logits.device))
+    ids = torch.arange(logits.shape[1], device=logits.device).expand_as(scaled)
+    best = scaled == scaled.amax(1, keepdim=True)
+    out.copy_(ids.masked_fill(~best, logits.shape[1]).amin(1))
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    out: Tensor,
+) -> None:
+    """One token per row into out [B] int64; see `sampling.sample`. Sums are float64.
+
+    A draw is the first token, by id, at which the kept tokens' sum exceeds uniform times their
+    total.
+    """
+    argmax(logits, out)
+    rows = (temperature >= 1e-5).nonzero().squeeze(1)
+    scaled = scale(logits[rows], temperature[rows])
+    kept = kept_tokens(scaled, top_k[rows], top_p[rows], min_p[rows])
+    masses = (scaled - scaled.amax(1, keepdim=True)).double().exp().masked_fill(~kept, 0)
+    reached = masses.cumsum(1)
+    goal = reached[:, -1:] * uniform[rows].double().unsqueeze(1)
+    out[rows] = (reached <= goal).sum(1).clamp(max=logits.shape[1] - 1)
