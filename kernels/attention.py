@@ -5,21 +5,24 @@ every query reads comes as the tables of mmserve.kernels.work, so one captured l
 step. Knows nothing of sequences or scheduling.
 
 A *task* is one work item and one KV head: some queries (all query heads of the KV head together)
-over some segments' keys, read once for all of them. Long contexts are cut into items of a fixed
-size, whose partial results are merged in a fixed order: the bits of a query's result depend on its
-own segments only. An item that holds everything its queries read writes the result itself.
+over some keys, read once for all of them. Long contexts are cut into items, whose partial results
+are merged in a fixed order: the bits of a query's result depend on its own segments only. An item
+that holds everything its queries read writes the result itself.
 """
+
+# Kernels are typed by what they are launched with.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmserve.kernels.work import ENTRY, ITEM, SEGMENT, TILE_ROWS
+from mmserve.kernels.work import ENTRY, HEADER, LARGE, LARGE_ROWS, SEGMENT, SMALL, SMALL_ROWS
 
 
 @triton.jit
@@ -75,28 +78,103 @@ def _tiles(
 
 
 @triton.jit
-def _attend(
-    work, q, out, parts, lses, k_text, v_text, k_vision, v_vision,
-    text_head, vision_head, rope, scale,
-    KIND: tl.constexpr, H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    HALF: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, ITEM: tl.constexpr, ENTRY: tl.constexpr, SEGMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _store(
+    acc, state_m, state_l, ok, at, place, target, out, parts, lses,
+    D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """All items of one kind. q [T, H, D] rotated at absolute positions, out [T, H, D]; parts
-    [slots, H, D] and lses [slots, H] float32; pools: one layer's, a head's pages contiguous;
-    rope [positions, 2, D / 2] float32."""
+    """Rows ok [M] of a finished item: whole results where target [M] < 0, else partial ones."""
+    wide = tl.arange(0, WIDE)
+    acc = acc / tl.maximum(state_l, 1e-30)[:, None]
+    store = ok[:, None] & (wide < D)[None, :]
+    direct = store & (target < 0)[:, None]
+    tl.store(out + at[:, None] + wide[None, :], acc.to(out.dtype.element_ty), mask=direct)
+    partly = store & (target >= 0)[:, None]
+    tl.store(parts + place[:, None] * D + wide[None, :], acc, mask=partly)
+    lse = tl.where(state_l > 0, state_m + tl.log2(tl.maximum(state_l, 1e-30)), -1e30)
+    tl.store(lses + place, lse, mask=ok & (target >= 0))
+
+
+@triton.jit
+def _attend_one(
+    work, items_at, q, out, parts, lses, k_own, v_own, k_vision, v_vision,
+    own_head, vision_head, rope, scale,
+    H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SMALL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All small items. q [T, H, D] rotated at absolute positions, out [T, H, D]; parts [slots, H,
+    D] and lses [slots, H] float32; pools: one layer's, a head's pages contiguous; rope [positions,
+    2, D / 2] float32."""
     GROUP: tl.constexpr = H // KV_HEADS
-    items = work + tl.load(work + 2 * KIND + 1)
-    segments = work + tl.load(work + 4)
-    entries = work + tl.load(work + 5)
-    pages = work + tl.load(work + 6)
-    tasks = tl.load(work + 2 * KIND) * KV_HEADS
+    tasks = tl.load(work) * KV_HEADS
+    g = tl.arange(0, BLOCK_M)
+    half = tl.arange(0, HALF)
+    ok = g < GROUP
+    q_mask = ok[:, None] & (half < D // 2)[None, :]
+    all_keys = tl.full([BLOCK_M], 2147483647, tl.int32)
+    for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
+        item = work + items_at + task // KV_HEADS * SMALL
+        head = task % KV_HEADS
+        row = tl.load(item).to(tl.int64)
+        slot = tl.load(item + 1).to(tl.int64)
+        table = work + tl.load(item + 2)
+        first = tl.load(item + 3)
+        last = tl.load(item + 4)
+        base = tl.load(item + 5)
+        at = (row * H + head * GROUP + g) * D
+        raw_a = tl.load(q + at[:, None] + half[None, :], mask=q_mask, other=0.0)
+        raw_b = tl.load(q + at[:, None] + D // 2 + half[None, :], mask=q_mask, other=0.0)
+        q_a = raw_a.to(tl.float32) * (scale * 1.4426950408889634)
+        q_b = raw_b.to(tl.float32) * (scale * 1.4426950408889634)
+        keys = k_own + head * own_head
+        values = v_own + head * own_head
+        if base >= 0:
+            angle = rope + base.to(tl.int64) * D + half
+            cos = tl.load(angle, mask=half < D // 2, other=1.0)[None, :]
+            sin = tl.load(angle + D // 2, mask=half < D // 2, other=0.0)[None, :]
+            turned = q_a * cos + q_b * sin
+            q_b = q_b * cos - q_a * sin
+            q_a = turned
+            keys = k_vision + head * vision_head
+            values = v_vision + head * vision_head
+        state_m = tl.full([BLOCK_M], -1e30, tl.float32)
+        state_l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
+        full = last - (last - first) % BLOCK_N
+        rounded_a = q_a.to(raw_a.dtype)
+        rounded_b = q_b.to(raw_a.dtype)
+        state_m, state_l, acc = _tiles(
+            state_m, state_l, acc, rounded_a, rounded_b, keys, values, table, first, full,
+            all_keys, ok, D, HALF, WIDE, PAGE, BLOCK_N, False, PRECISION,
+        )  # fmt: skip
+        if full < last:
+            state_m, state_l, acc = _tiles(
+                state_m, state_l, acc, rounded_a, rounded_b, keys, values, table, full, last,
+                all_keys, ok, D, HALF, WIDE, PAGE, BLOCK_N, True, PRECISION,
+            )  # fmt: skip
+        target = slot + tl.zeros([BLOCK_M], tl.int64)
+        place = slot * H + head * GROUP + g
+        _store(acc, state_m, state_l, ok, at, place, target, out, parts, lses, D, WIDE)
+
+
+@triton.jit
+def _attend_many(
+    work, q, out, parts, lses, k_own, v_own, k_vision, v_vision,
+    own_head, vision_head, rope, scale,
+    H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LARGE: tl.constexpr, ENTRY: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All large items; arguments as `_attend_one`'s."""
+    GROUP: tl.constexpr = H // KV_HEADS
+    items = work + tl.load(work + 2)
+    segments = work + tl.load(work + 3)
+    entries = work + tl.load(work + 4)
+    tasks = tl.load(work + 1) * KV_HEADS
     m = tl.arange(0, BLOCK_M)
     half = tl.arange(0, HALF)
-    wide = tl.arange(0, WIDE)
     for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
-        item = items + task // KV_HEADS * ITEM
+        item = items + task // KV_HEADS * LARGE
         head = task % KV_HEADS
         entry = entries + (tl.load(item) + m // GROUP) * ENTRY
         ok = m // GROUP < tl.load(item + 1)
@@ -120,7 +198,7 @@ def _attend(
         for index in range(first_segment, first_segment + tl.load(item + 3)):
             segment = segments + index * SEGMENT
             in_vision = tl.load(segment)
-            table = pages + tl.load(segment + 1)
+            table = work + tl.load(segment + 1)
             first = tl.load(segment + 2)
             last = tl.load(segment + 3)
             if in_vision != 0:
@@ -139,8 +217,8 @@ def _attend(
             else:
                 turned_a = wide_a.to(raw_a.dtype)
                 turned_b = wide_b.to(raw_a.dtype)
-                keys = k_text + head * text_head
-                values = v_text + head * text_head
+                keys = k_own + head * own_head
+                values = v_own + head * own_head
                 seen = hi > 0
                 bound = hi
                 end = tl.minimum(last, tl.maximum(least, first))
@@ -154,15 +232,8 @@ def _attend(
                 state_m, state_l, acc, turned_a, turned_b, keys, values, table, full, last,
                 bound, seen, D, HALF, WIDE, PAGE, BLOCK_N, True, PRECISION,
             )  # fmt: skip
-        acc = acc / tl.maximum(state_l, 1e-30)[:, None]
-        store = ok[:, None] & (wide < D)[None, :]
-        direct = store & (target < 0)[:, None]
-        tl.store(out + at[:, None] + wide[None, :], acc.to(out.dtype.element_ty), mask=direct)
         place = target * H + query_head
-        partly = store & (target >= 0)[:, None]
-        tl.store(parts + place[:, None] * D + wide[None, :], acc, mask=partly)
-        lse = tl.where(state_l > 0, state_m + tl.log2(tl.maximum(state_l, 1e-30)), -1e30)
-        tl.store(lses + place, lse, mask=ok & (target >= 0))
+        _store(acc, state_m, state_l, ok, at, place, target, out, parts, lses, D, WIDE)
 
 
 @triton.jit
@@ -173,7 +244,7 @@ def _merge(
     """Join the partial results of row program_id(0), head program_id(1), in order of slots."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    merges = work + tl.load(work + 7)
+    merges = work + tl.load(work + 5)
     first = tl.load(merges + 2 * row)
     count = tl.load(merges + 2 * row + 1)
     if count > 0:
@@ -198,6 +269,16 @@ def _merge(
         tl.store(out + at_out, result.to(out.dtype.element_ty), mask=wide < D)
 
 
+class Launch(NamedTuple):
+    """How a step's tables are run: programs for small and for large items (0: there are none of
+    the kind), whether any row has partial results, and where the small items begin."""
+
+    small: int
+    large: int
+    merge: bool
+    items_at: int = HEADER
+
+
 class Scratch:
     """Room for partial results, shared by all layers: `slots` of them."""
 
@@ -206,10 +287,10 @@ class Scratch:
         self.lses = torch.empty(slots, heads, dtype=torch.float32, device=device)
 
 
-def _tuning(kind: int, dim: int, itemsize: int) -> dict[str, int]:
+def _tuning(many: bool, dim: int, itemsize: int) -> dict[str, int]:
     """Block sizes by measurement on an H200."""
-    if kind == 0:
-        return {"BLOCK_N": 64 if dim <= 128 else 32, "num_warps": 4, "num_stages": 3}
+    if not many:
+        return {"BLOCK_N": 64 if dim <= 128 else 32, "num_warps": 2, "num_stages": 3}
     narrow = dim > 128 or itemsize > 2
     return {"BLOCK_N": 32 if narrow else 64, "num_warps": 8 if dim > 64 else 4, "num_stages": 2}
 
@@ -223,33 +304,34 @@ def paged_attention(
     scale: float,
     scratch: Scratch,
     out: Tensor,
-    *,
-    programs: tuple[int, int],
-    merge: bool,
+    launch: Launch,
 ) -> None:
     """A step's attention over one layer's pools; no allocation, no synchronisation.
 
-    q, out [T, H, D]; work: a `WorkTables` on the device, int32; own, vision: (K, V), each
-    [Hkv, pages, page, D] with a head's pages contiguous; rope [positions, 2, D / 2] float32.
-    `programs`: how many programs run each kind of item (0: there is none of that kind); `merge`:
-    whether any row has partial results.
+    q, out [T, H, D]; work: `work.build`'s array on the device; own, vision: (K, V), each [Hkv,
+    pages, page, D] with a head's pages contiguous; rope [positions, 2, D / 2] float32.
     """
     heads, dim = q.shape[1:]
     kv_heads, page = own[0].shape[0], own[0].shape[2]
     half = max(triton.next_power_of_2(dim // 2), 16)
     wide = max(triton.next_power_of_2(dim), 16)
-    precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    pools: list[Any] = [*own, *vision, own[0].stride(0), vision[0].stride(0)]
-    for kind, count in enumerate(programs):
-        if count:
-            _attend[(count,)](
-                work, q, out, scratch.parts, scratch.lses, *pools, rope, scale,
-                KIND=kind, H=heads, KV_HEADS=kv_heads, D=dim, HALF=half, WIDE=wide, PAGE=page,
-                BLOCK_M=TILE_ROWS[kind], ITEM=ITEM, ENTRY=ENTRY, SEGMENT=SEGMENT,
-                PRECISION=precision, **_tuning(kind, dim, q.element_size()),
-            )  # fmt: skip
-    if merge:
+    shape: dict[str, Any] = {"H": heads, "KV_HEADS": kv_heads, "D": dim, "HALF": half}
+    shape |= {"WIDE": wide, "PAGE": page}
+    shape["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"
+    pools = (*own, *vision, own[0].stride(0), vision[0].stride(0))
+    results = (out, scratch.parts, scratch.lses)
+    if launch.small:
+        _attend_one[(launch.small,)](
+            work, launch.items_at, q, *results, *pools, rope, scale, BLOCK_M=SMALL_ROWS,
+            SMALL=SMALL, **shape, **_tuning(False, dim, q.element_size()),
+        )  # fmt: skip
+    if launch.large:
+        _attend_many[(launch.large,)](
+            work, q, *results, *pools, rope, scale, BLOCK_M=LARGE_ROWS, LARGE=LARGE, ENTRY=ENTRY,
+            SEGMENT=SEGMENT, **shape, **_tuning(True, dim, q.element_size()),
+        )  # fmt: skip
+    if launch.merge:
         _merge[(len(q), heads)](
-            work, out, scratch.parts, scratch.lses,
-            H=heads, D=dim, WIDE=wide, BLOCK_P=16, num_warps=1 if wide <= 128 else 2,
+            work, *results, H=heads, D=dim, WIDE=wide, BLOCK_P=16,
+            num_warps=1 if wide <= 128 else 2,
         )  # fmt: skip

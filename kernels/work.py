@@ -3,19 +3,20 @@
 Owns the cutting of a step's attention into work items. No torch and no Triton: numpy in, one int32
 array out, which the runner uploads in a single copy. Knows nothing of sequences or scheduling.
 
-The array begins with a header; every table is found through it, so its place may change from step
-to step while the launches that read it stay the same:
+The array begins with a header of eight: the number of *small* items, of *large* items, and where
+large items, segments, entries and merges begin. Then come what the caller puts first (token ids,
+positions, slots: the same number every step of one batch size, so that captured launches find
+them), the small items, and the rest.
 
-    0, 1  number of small items, where they begin      4  segments
-    2, 3  number of large items, where they begin      5  entries
-    6     page ids                                     7  merges: per row (first slot, count)
+A small item is one query over one run of keys: (row, slot, page ids at, first key, end, base, 0,
+0); base -1 means the sequence's own keys, else the position of an image in the vision pool. `slot`
+is where the partial result goes, -1 if it is the whole result.
 
-An item is (first entry, entries, first segment, segments, part): its entries' queries read its
-segments' keys. An entry is (row, slot, shift, hi): the query's row in the flat batch, where its
-partial results go (-1: the item's result is the whole result), its distance to an image that
-several sequences share, and how many text tokens of its own it reads. A segment is (1 for the
-vision pool, its page ids, first key, end, base, threshold): an image is read by the queries with
-threshold < hi.
+A large item is many queries over several runs: (first entry, entries, first segment, segments,
+part). An entry is (row, slot, shift, hi): the query's row in the flat batch, its first slot or -1,
+its distance to an image that several sequences share, and how many text tokens of its own it reads.
+A segment is (1 for the vision pool, page ids at, first key, end, base, threshold): an image is read
+by the queries with threshold < hi. Merges: per row (first slot, count).
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ import numpy.typing as npt
 
 Int32s = npt.NDArray[np.int32]
 
-HEADER = 8
-ITEM, ENTRY, SEGMENT = 5, 4, 6
+HEADER, SMALL, LARGE, ENTRY, SEGMENT = 8, 8, 5, 4, 6
 
-# Rows (queries times query heads of a KV head) that share one reading of keys, per kind of item.
-TILE_ROWS = (16, 128)
-
-# Keys of one item of a split context. A constant, so that a query's bits depend on its own context.
-SPLIT = 256
+# Rows (queries times query heads of a KV head) that share one reading of keys.
+SMALL_ROWS, LARGE_ROWS = 16, 128
 
 # Longer chunks have queries enough to fill the device unsplit.
 SHORT_CHUNK = 64
+
+
+def split_size(context: int) -> int:
+    """Keys of one item of a split context: a function of the query's own context, so that its
+    bits do not depend on its batch mates. Short ones want many programs, long ones few slots."""
+    return 64 if context <= 1024 else 256 if context <= 4096 else 512
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,11 @@ class Reader:
 
 @dataclass
 class WorkTables:
-    """`array` int32; `items`: how many of each kind; `num_slots`: partial results of the step."""
+    """`array` int32; `small`, `large`: items of either kind; `num_slots`: partial results."""
 
     array: Int32s
-    items: tuple[int, int]
+    small: int
+    large: int
     num_slots: int
 
 
@@ -84,15 +88,14 @@ class WorkTables:
 class _Builder:
     group: int
     num_rows: int
-    items: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = field(
-        default_factory=lambda: ([], [])
-    )
+    small: list[tuple[int, ...]] = field(default_factory=list)
+    large: list[tuple[int, ...]] = field(default_factory=list)
     segments: list[tuple[int, ...]] = field(default_factory=list)
     entries: list[tuple[int, ...]] = field(default_factory=list)
+    merges: list[tuple[int, int, int]] = field(default_factory=list)  # row, first slot, count
     pages: list[Int32s] = field(default_factory=list)
     num_pages: int = 0
     num_slots: int = 0
-    merges: list[tuple[int, int, int]] = field(default_factory=list)  # row, first slot, count
 
     def table(self, pages: Int32s) -> int:
         at = self.num_pages
@@ -100,101 +103,119 @@ class _Builder:
         self.num_pages += len(pages)
         return at
 
-    def add_items(self, first: int, count: int, segments: tuple[int, int], part: int) -> None:
+    def add_large(self, first: int, count: int, segments: tuple[int, int], part: int) -> None:
         """Entries [first, first + count) over the segments, in tiles."""
-        kind = 0 if count * self.group <= TILE_ROWS[0] else 1
-        most = TILE_ROWS[kind] // self.group
+        most = LARGE_ROWS // self.group
         for at in range(first, first + count, most):
-            size = min(most, first + count - at)
-            self.items[kind].append((at, size, *segments, part))
+            self.large.append((at, min(most, first + count - at), *segments, part))
 
-    def image(self, image: ImagePart, first: int, stop: int, *, shared: bool = False) -> None:
-        base, threshold = (0, -1) if shared else (image.base, image.threshold)
-        self.segments.append((1, self.table(image.pages), first, stop, base, threshold))
+
+_Entry = tuple[int, int, int, int]
 
 
 def build(
-    readers: Sequence[Reader], group: int, num_rows: int, *, share: bool = True
+    readers: Sequence[Reader],
+    group: int,
+    num_rows: int,
+    *,
+    rows: Int32s | None = None,
+    share: bool = True,
 ) -> WorkTables:
     """The tables of one step. `group`: query heads per KV head; `num_rows` of the flat batch.
 
-    `share` False reads an image once for each of its readers.
+    `rows` int32 [N]: what stands between the header and the small items. `share` False reads an
+    image once for each of its readers.
     """
-    assert group <= TILE_ROWS[1], "more query heads per KV head than a tile has rows"
+    assert group <= LARGE_ROWS, "more query heads per KV head than a tile has rows"
     builder = _Builder(group, num_rows)
     short = [r for r in readers if r.count <= SHORT_CHUNK]
-    shared = _shared(short) if share else set()
-    wanted: dict[Hashable, list[tuple[int, int, int, int]]] = {key: [] for key in shared}
+    wanted: dict[Hashable, list[_Entry]] = {}
     known: dict[Hashable, ImagePart] = {}
+    if share:
+        known = _shared(short)
+        wanted = {key: [] for key in known}
     for reader in readers:
         if reader.count > SHORT_CHUNK:
             _add_long(builder, reader)
-            continue
-        for key, entry in _add_short(builder, reader, shared):
-            wanted[key] += entry
-        known.update({image.key: image for image in reader.images if image.key in shared})
+        else:
+            _add_short(builder, reader, wanted)
     for key, image in known.items():
         _add_shared(builder, image, wanted[key])
-    return _pack(builder)
+    return _pack(builder, np.zeros(0, np.int32) if rows is None else rows)
 
 
-def _shared(readers: Sequence[Reader]) -> set[Hashable]:
+def _shared(readers: Sequence[Reader]) -> dict[Hashable, ImagePart]:
     """Images that stand before all queries of at least two readers."""
     seen: set[Hashable] = set()
-    twice: set[Hashable] = set()
+    twice: dict[Hashable, ImagePart] = {}
     for reader in readers:
         for image in reader.images:
             if image.threshold < reader.hi:
-                (twice if image.key in seen else seen).add(image.key)
+                if image.key in seen:
+                    twice[image.key] = image
+                seen.add(image.key)
     return twice
 
 
-def _add_short(
-    b: _Builder, reader: Reader, shared: set[Hashable]
-) -> list[tuple[Hashable, list[tuple[int, int, int, int]]]]:
-    """Items of a few queries over a split context; returns the entries for shared images."""
-    spans = [(at, min(at + SPLIT, reader.last_hi)) for at in range(0, reader.last_hi, SPLIT)]
-    visible = [image for image in reader.images if image.threshold < reader.last_hi]
+def _add_short(b: _Builder, reader: Reader, wanted: dict[Hashable, list[_Entry]]) -> None:
+    """Items of a few queries over a split context; `wanted` gains the entries of shared images."""
+    last = reader.last_hi
+    size = split_size(last)
+    visible = [image for image in reader.images if image.threshold < last]
     cuts = [
-        (image, at, min(at + SPLIT, image.num_tokens))
+        (image, at, min(at + split_size(image.num_tokens), image.num_tokens))
         for image in visible
-        for at in range(0, image.num_tokens, SPLIT)
+        for at in range(0, image.num_tokens, split_size(image.num_tokens))
     ]
+    spans = range(0, last, size)
     parts = len(spans) + len(cuts)
-    step = 0 if reader.whole else 1
-    first = len(b.entries)
-    slots = [-1 if parts == 1 else b.num_slots + j * parts for j in range(reader.count)]
-    for j, slot in enumerate(slots):
-        b.entries.append((reader.first_row + j, slot, 0, reader.hi + j * step))
+    slot = b.num_slots if parts > 1 else -1
     if parts > 1:
-        b.merges += [(reader.first_row + j, slot, parts) for j, slot in enumerate(slots)]
+        b.merges += [(reader.first_row + j, slot + j * parts, parts) for j in range(reader.count)]
         b.num_slots += reader.count * parts
+    small = reader.count == 1 and b.group <= SMALL_ROWS
+    first = len(b.entries)
+    if not small:
+        _add_entries(b, reader, slot, parts)
     table = b.table(reader.pages)
-    out: list[tuple[Hashable, list[tuple[int, int, int, int]]]] = []
-    for part, span in enumerate(spans):
-        b.segments.append((0, table, *span, 0, 0))
-        b.add_items(first, reader.count, (len(b.segments) - 1, 1), part)
+    for part, at in enumerate(spans):
+        if small:
+            place = slot + part if parts > 1 else -1
+            b.small.append((reader.first_row, place, table, at, min(at + size, last), -1, 0, 0))
+        else:
+            b.segments.append((0, table, at, min(at + size, last), 0, 0))
+            b.add_large(first, reader.count, (len(b.segments) - 1, 1), part)
     for part, (image, at, stop) in enumerate(cuts, len(spans)):
-        if parts > 1 and image.key in shared and image.threshold < reader.hi:
+        if image.key in wanted and image.threshold < reader.hi and parts > 1:
             if at == 0:
-                place = [
-                    (reader.first_row + j, slot + part, image.base, 1)
-                    for j, slot in enumerate(slots)
+                wanted[image.key] += [
+                    (reader.first_row + j, slot + j * parts + part, image.base, 1)
+                    for j in range(reader.count)
                 ]
-                out.append((image.key, place))
-            continue
-        b.image(image, at, stop)
-        b.add_items(first, reader.count, (len(b.segments) - 1, 1), part)
-    return out
+        elif small:
+            place, pages = (slot + part if parts > 1 else -1), b.table(image.pages)
+            b.small.append((reader.first_row, place, pages, at, stop, image.base, 0, 0))
+        else:
+            pages = b.table(image.pages)
+            b.segments.append((1, pages, at, stop, image.base, image.threshold))
+            b.add_large(first, reader.count, (len(b.segments) - 1, 1), part)
 
 
-def _add_shared(b: _Builder, image: ImagePart, entries: list[tuple[int, int, int, int]]) -> None:
+def _add_entries(b: _Builder, reader: Reader, slot: int, parts: int) -> None:
+    step = 0 if reader.whole else 1
+    for j in range(reader.count):
+        place = slot + j * parts if parts > 1 else -1
+        b.entries.append((reader.first_row + j, place, 0, reader.hi + j * step))
+
+
+def _add_shared(b: _Builder, image: ImagePart, entries: list[_Entry]) -> None:
     """All queries that read one image, whoever's they are."""
     first = len(b.entries)
     b.entries += entries
-    for part, at in enumerate(range(0, image.num_tokens, SPLIT)):
-        b.image(image, at, min(at + SPLIT, image.num_tokens), shared=True)
-        b.add_items(first, len(entries), (len(b.segments) - 1, 1), part)
+    size, pages = split_size(image.num_tokens), b.table(image.pages)
+    for part, at in enumerate(range(0, image.num_tokens, size)):
+        b.segments.append((1, pages, at, min(at + size, image.num_tokens), 0, -1))
+        b.add_large(first, len(entries), (len(b.segments) - 1, 1), part)
 
 
 def _add_long(b: _Builder, reader: Reader) -> None:
@@ -202,7 +223,9 @@ def _add_long(b: _Builder, reader: Reader) -> None:
     step = 0 if reader.whole else 1
     table = b.table(reader.pages)
     images = [(image, b.table(image.pages)) for image in reader.images]
-    most = TILE_ROWS[1] // b.group
+    most = LARGE_ROWS // b.group
+    start = len(b.entries)
+    _add_entries(b, reader, -1, 1)
     for at in reversed(range(0, reader.count, most)):
         size = min(most, reader.count - at)
         last = reader.hi + (at + size - 1) * step
@@ -210,30 +233,26 @@ def _add_long(b: _Builder, reader: Reader) -> None:
         b.segments.append((0, table, 0, last, 0, 0))
         for image, pages in images:
             if image.threshold < last:
-                place = (0, image.num_tokens, image.base, image.threshold)
-                b.segments.append((1, pages, *place))
-        entry = len(b.entries)
-        for j in range(at, at + size):
-            b.entries.append((reader.first_row + j, -1, 0, reader.hi + j * step))
-        b.items[1].append((entry, size, first, len(b.segments) - first, 0))
+                b.segments.append((1, pages, 0, image.num_tokens, image.base, image.threshold))
+        b.large.append((start + at, size, first, len(b.segments) - first, 0))
 
 
-def _pack(b: _Builder) -> WorkTables:
+def _pack(b: _Builder, rows: Int32s) -> WorkTables:
     merges = np.zeros((b.num_rows, 2), np.int32)
     for row, slot, count in b.merges:
         merges[row] = slot, count
     tables = [
-        np.asarray(b.items[0], np.int32).reshape(-1),
-        np.asarray(b.items[1], np.int32).reshape(-1),
-        np.asarray(b.segments, np.int32).reshape(-1),
-        np.asarray(b.entries, np.int32).reshape(-1),
-        merges.reshape(-1),
-        np.concatenate([np.zeros(0, np.int32), *b.pages]),
+        rows,
+        np.asarray(b.small, np.int32).reshape(-1, SMALL),
+        np.asarray(b.large, np.int32).reshape(-1, LARGE),
+        np.asarray(b.segments, np.int32).reshape(-1, SEGMENT),
+        np.asarray(b.entries, np.int32).reshape(-1, ENTRY),
+        merges,
     ]
-    small, large, segments, entries, merged, pages = (
-        HEADER + sum(len(t) for t in tables[:i]) for i in range(len(tables))
-    )
-    counts = len(b.items[0]), len(b.items[1])
-    header = (counts[0], small, counts[1], large, segments, entries, pages, merged)
-    array = np.concatenate([np.asarray(header, np.int32), *tables])
-    return WorkTables(array, counts, b.num_slots)
+    starts = [HEADER + sum(t.size for t in tables[:i]) for i in range(len(tables) + 1)]
+    pages = starts[-1]  # page ids are found by their place in the whole array
+    tables[1][:, 2] += pages
+    tables[3][:, 1] += pages
+    header = (len(b.small), len(b.large), *starts[2:6], 0, 0)
+    flat = [np.asarray(header, np.int32), *(t.reshape(-1) for t in tables), *b.pages]
+    return WorkTables(np.concatenate(flat), len(b.small), len(b.large), b.num_slots)

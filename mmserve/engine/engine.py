@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
 from mmserve.engine.live import Live
-from mmserve.engine.model_runner import ModelRunner
+from mmserve.engine.model_runner import build_runner
 from mmserve.engine.sampler import Drawn, Sampler
 from mmserve.engine.vision_pipeline import VisionPipeline
 from mmserve.metrics import Metrics
@@ -53,7 +53,7 @@ class Engine:
         self.spec = spec
         self.max_model_len = spec.max_model_len
         self.metrics = Metrics()
-        self.runner = ModelRunner(loaded, config.cache, dtype=config.model.dtype)
+        self.runner = build_runner(loaded, config.cache, dtype=config.model.dtype)
         names = map(loaded.tokenizer.id_to_token, self.runner.eos_token_ids)
         self.tokenizer = Tokenizer(loaded.tokenizer, [name for name in names if name])
         self.template = ChatTemplate(
@@ -114,7 +114,6 @@ class Engine:
     def abort_all(self, reason: FinishReason, error: str | None = None) -> None:
         for live in list(self._live.values()):
             self._finish(live, reason, error)
-        self._flight = None
 
     def step(self) -> list[Event]:
         """Advance every scheduled sequence; returns what happened since the last call."""

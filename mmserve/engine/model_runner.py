@@ -28,13 +28,12 @@ class Logits(NamedTuple):
 
 
 def resolve_dtype(name: str, device: torch.device) -> str:
-    """`auto` is int8 on a CPU, else float32. Raises ValueError."""
+    """`auto` is int8 on a CPU, bfloat16 on a GPU. Raises ValueError."""
+    known = ("int8", "float32") if device.type == "cpu" else ("bfloat16", "float32")
     if name == "auto":
-        return "int8" if device.type == "cpu" else "float32"
-    if name not in ("float32", "int8"):
-        raise ValueError(f"dtype {name!r} is none of auto, float32, int8")
-    if name == "int8" and device.type != "cpu":
-        raise ValueError("dtype int8 is for CPUs")
+        return known[0]
+    if name not in known:
+        raise ValueError(f"dtype {name!r} is none of auto, {', '.join(known)} on {device.type}")
     return name
 
 
@@ -51,8 +50,10 @@ class ModelRunner:
         head_dim = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
         )
-        parameter = next(self.lm.parameters())
-        self.device = parameter.device
+        self.device = next(self.lm.parameters()).device
+        self.dtype = resolve_dtype(dtype, self.device)
+        if self.dtype == "bfloat16":
+            self.lm.to(torch.bfloat16)
         theta = config.rope_parameters["rope_theta"]
         self.table = rope_table(loaded.spec.max_model_len, head_dim, theta)
         self.table = self.table.to(self.device)
@@ -61,7 +62,7 @@ class ModelRunner:
             num_kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
             page_size=cache.page_size,
-            dtype=parameter.dtype,
+            dtype=next(self.lm.parameters()).dtype,
             device=self.device,
         )
         self.text = TextKVPool(shape, cache.text_bytes)
@@ -70,9 +71,11 @@ class ModelRunner:
         self.eos_token_ids: list[int] = eos if isinstance(eos, list) else [eos]
         attention.register()
         self.lm.config._attn_implementation = attention.NAME
-        self.dtype = resolve_dtype(dtype, self.device)
-        fuse(self.lm, table=self.table, weights=self.dtype)
+        self._fuse()
         self._warm_up(config.hidden_size)
+
+    def _fuse(self) -> None:
+        fuse(self.lm, table=self.table, weights=self.dtype)
 
     @torch.inference_mode()
     def _warm_up(self, width: int) -> None:
@@ -117,7 +120,7 @@ class ModelRunner:
         values = self.lm.lm_head(hidden[0, rows]).float()
         return Logits([step_input.order[i] for i in sampling], values)
 
-    def _forward(self, embeds: Tensor, positions: Tensor, step: attention.Step) -> Tensor:
+    def _forward(self, embeds: Tensor, positions: Tensor, step: Any) -> Tensor:
         out = self.lm.model(
             inputs_embeds=embeds,
             position_ids=positions,
@@ -127,3 +130,12 @@ class ModelRunner:
         )
         hidden: Tensor = out.last_hidden_state
         return hidden
+
+
+def build_runner(loaded: LoadedModel, cache: CacheConfig, *, dtype: str) -> ModelRunner:
+    """The runner of the model's device."""
+    if loaded.device.type == "cuda":
+        from mmserve.engine.cuda_runner import CUDARunner  # Triton is there on Linux only
+
+        return CUDARunner(loaded, cache, dtype=dtype)
+    return ModelRunner(loaded, cache, dtype=dtype)

@@ -21,7 +21,7 @@ from tests.kernels.scene import THETA, Row, Scene, Shape, scenes
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def readers(scene: Scene, *, keys: str = "own") -> list[work.Reader]:
+def readers(scene: Scene) -> list[work.Reader]:
     """The scene's plan in the terms of the work tables."""
     out = []
     for group, (count, rows) in zip(scene.plan.groups, scene.groups, strict=True):
@@ -70,8 +70,9 @@ def attend(
         scene.scale,
         scratch,
         out,
-        programs=(programs * (tables.items[0] > 0), programs * (tables.items[1] > 0)),
-        merge=tables.num_slots > 0,
+        attention.Launch(
+            programs * (tables.small > 0), programs * (tables.large > 0), tables.num_slots > 0
+        ),
     )
     return out.cpu()
 

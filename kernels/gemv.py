@@ -1,0 +1,84 @@
+"""One activation row times a weight matrix on a GPU, in Triton, with what stands around it fused.
+
+Owns the decode step of a single stream, where reading the weights is all the cost: RMS norm before
+the product, bias, gated SiLU or residual after it, each without a pass of its own. Knows nothing of
+models. Sums are float32; nothing is rounded between the norm and the result.
+"""
+
+# Kernels are typed by what they are launched with.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _gemv(
+    x, weight, bias, gain, out, eps, num_out,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """ROWS outputs a program; GATED reads their rows and those num_out further down."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ok = n < num_out
+    start = weight + n[:, None].to(tl.int64) * K
+    acc = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    acc_up = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for at in tl.static_range(0, K, BLOCK_K):
+        k = at + tl.arange(0, BLOCK_K)
+        whole: tl.constexpr = at + BLOCK_K <= K
+        mask = ok[:, None] if whole else ok[:, None] & (k < K)[None, :]
+        row = tl.load(x + k) if whole else tl.load(x + k, mask=k < K, other=0.0)
+        row = row.to(tl.float32)
+        if NORM:
+            squares += row * row
+            scale = tl.load(gain + k) if whole else tl.load(gain + k, mask=k < K, other=0.0)
+            row = row * scale.to(tl.float32)
+        held = tl.load(start + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        acc += held.to(tl.float32) * row[None, :]
+        if GATED:
+            further = start + num_out.to(tl.int64) * K + k[None, :]
+            held = tl.load(further, mask=mask, other=0.0, eviction_policy="evict_first")
+            acc_up += held.to(tl.float32) * row[None, :]
+    y = tl.sum(acc, 1)
+    factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps) if NORM else 1.0
+    y = y * factor
+    if GATED:
+        y = y / (1.0 + tl.exp(-y)) * (tl.sum(acc_up, 1) * factor)
+    if BIAS:
+        y += tl.load(bias + n, mask=ok, other=0.0).to(tl.float32)
+    if ADD:
+        y += tl.load(out + n, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=ok)
+
+
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    gated: bool = False,
+    add: bool = False,
+) -> None:
+    """out [1, N] = f(x [1, K] times weight [N, K], rows contiguous).
+
+    `norm` (weight [K], eps): x is RMS-normalised first. `bias` [N]. `gated`: weight is [2 N, K],
+    gate above up, and out = silu(gate) * up. `add`: out is added to instead of written.
+    """
+    num_out, width = out.shape[1], weight.shape[1]
+    assert x.shape == (1, width) and weight.is_contiguous() and weight.shape[0] >= num_out
+    assert not (gated and bias is not None), "no model has both"
+    block = min(triton.next_power_of_2(width), 2048)
+    rows = 1 if gated else 2
+    gain, eps = norm or (x, 0.0)
+    _gemv[(triton.cdiv(num_out, rows),)](
+        x, weight, x if bias is None else bias, gain, out, eps, num_out,
+        K=width, ROWS=rows, BLOCK_K=block, NORM=norm is not None, BIAS=bias is not None,
+        GATED=gated, ADD=add, num_warps=4,
+    )  # fmt: skip

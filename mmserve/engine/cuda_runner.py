@@ -1,0 +1,279 @@
+"""The model runner on a GPU: a `Batch` in, logits out, nothing waited for.
+
+Owns the captured graphs, the upload of a step's tables and the scratch space. Knows nothing of
+queues, text or sockets. A step's shape is the number of its rows, rounded up to a bucket, and which
+kinds of work it holds; everything else is in one int32 array that is uploaded before the launch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmserve.cache.kv_pool import KVPool
+from mmserve.engine.model_runner import Logits, ModelRunner
+from mmserve.kernels import work
+from mmserve.kernels.attention import Launch, Scratch
+from mmserve.kernels.gemv import gemv
+from mmserve.model.cuda_layer import CUDALayer, CUDAStep, rms_norm
+from mmserve.model.fuse import fuse
+from mmserve.request import Sequence
+from mmserve.scheduler.batch import Batch, Chunk, ImageJob
+
+# Steps of at most so many rows are captured; longer ones hide their launches behind their work.
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+SCRATCH_SLOTS = 16_384  # partial results of one step
+WORK_INTS = 1 << 21
+MOST_SEQUENCES = 8192  # whose tokens one step can choose
+PROGRAMS_PER_PROCESSOR = 8  # of the attention over small items
+
+
+class Shape(NamedTuple):
+    """What a captured launch depends on."""
+
+    rows: int
+    in_vision: bool  # an image is written, not text
+    launch: Launch
+
+
+@dataclass
+class _Lane:
+    """A sequence's page ids as an array; `source` is the list that it copies `count` of."""
+
+    source: list[int]
+    pages: Any
+    count: int
+    images: tuple[work.ImagePart, ...]
+
+    def cover(self, num_pages: int) -> Any:
+        """int32 [num_pages]."""
+        if num_pages > len(self.pages):
+            self.pages = np.concatenate([self.pages, np.zeros(num_pages, np.int32)])
+        if num_pages > self.count:
+            self.pages[self.count : num_pages] = self.source[self.count : num_pages]
+            self.count = num_pages
+        return self.pages[:num_pages]
+
+
+class CUDARunner(ModelRunner):
+    """Fuses `loaded.lm` in place. Without CUDA it runs uncaptured, in Triton's interpreter."""
+
+    overlaps = True
+
+    def _fuse(self) -> None:
+        layers = self.lm.model.layers
+        self._fused = all(CUDALayer.fits(layer) for layer in layers)
+        if self._fused:
+            for index, layer in enumerate(layers):
+                layers[index] = CUDALayer(layer)
+        else:
+            fuse(self.lm, table=self.table, weights="dense")
+        config = self.lm.config
+        heads, dim = config.num_attention_heads, self.text.shape.head_dim
+        self._group = heads // config.num_key_value_heads
+        self._scratch = Scratch(SCRATCH_SLOTS, heads, dim, self.device)
+        self._work = torch.zeros(WORK_INTS, dtype=torch.int32, device=self.device)
+        self._on_gpu = self.device.type == "cuda"
+        self._staging = [
+            torch.zeros(WORK_INTS, dtype=torch.int32, pin_memory=self._on_gpu) for _ in range(2)
+        ]
+        self._previous = torch.zeros(MOST_SEQUENCES, dtype=torch.long, device=self.device)
+        self._embeds = torch.zeros(
+            BUCKETS[-1], config.hidden_size, dtype=self.text.shape.dtype, device=self.device
+        )
+        self._lanes: weakref.WeakKeyDictionary[Sequence, _Lane] = weakref.WeakKeyDictionary()
+        self._graphs: dict[Shape, tuple[Any, Tensor]] = {}
+        self._processors = 1
+        self._memory: Any = None  # of all graphs together: only one runs at a time
+        if self._on_gpu:
+            self._memory = torch.cuda.graph_pool_handle()
+            self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @torch.inference_mode()
+    def _warm_up(self, width: int) -> None:
+        """Compile and capture what the first requests need: steps of short and of long contexts.
+
+        Writes nothing.
+        """
+        if not self._on_gpu:
+            return
+        pages = np.zeros(80, np.int32)
+        for count in BUCKETS:
+            rows = np.full((3, count), [[0], [0], [-1]], np.int32)
+            for context in (1, 1 + 16 * len(pages) // 2):
+                readers = [work.Reader(row, 1, context, pages) for row in range(count)]
+                self._run(readers, rows, self.text)
+            if count > 1:
+                self._run([work.Reader(0, count, 1, pages)], rows, self.text)
+
+    @torch.inference_mode()
+    def encode(self, job: ImageJob, pixels: Tensor) -> None:
+        """Encode one image, uint8 [1, 3, H, W], and write its KV.
+
+        Each image runs alone, in the same shape always: its KV is a function of the image only,
+        to the last bit, whatever else waits.
+        """
+        embeds = self.vision_model.encode(pixels.to(self.device, non_blocking=True))[0]
+        count, page_size = len(embeds), self.vision.shape.page_size
+        pages = np.asarray(job.pages, np.int32)
+        index = np.arange(count, dtype=np.int32)
+        slots = pages[index // page_size] * page_size + index % page_size
+        reader = work.Reader(0, count, count, pages, whole=True)
+        rows = np.stack([index * 0, index, slots])
+        self._run([reader], rows, self.vision, embeds.to(self.text.shape.dtype))
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
+        """Launch the batch's text; None when nothing is to be sampled.
+
+        `previous` [C] int64: the tokens of the step before, when they have not landed.
+        """
+        if not batch.chunks:
+            return None
+        chunks = sorted(batch.chunks, key=lambda c: c.count > 1)
+        if previous is not None:
+            self._previous[: len(previous)] = previous
+        rows, readers, last = self._lay_out(chunks)
+        hidden = self._run(readers, rows, self.text)
+        sampling = [i for i, c in enumerate(chunks) if c.samples]
+        if not sampling:
+            return None
+        if sampling == list(range(len(chunks))) == last:
+            picked = hidden[: len(chunks)]
+        else:
+            picked = hidden[torch.tensor([last[i] for i in sampling]).to(self.device)]
+        return Logits([chunks[i] for i in sampling], self._logits(picked).float())
+
+    def _lay_out(self, chunks: list[Chunk]) -> tuple[Any, list[work.Reader], list[int]]:
+        """Token ids, positions and slots [3, T], who reads what, and each chunk's last row."""
+        ids: list[int] = []
+        positions, slots, readers, last = [], [], [], []
+        page_size = self.text.shape.page_size
+        for chunk in chunks:
+            seq, end = chunk.seq, chunk.start + chunk.count
+            lane = self._lane(seq)
+            pages = lane.cover(-(-end // page_size))
+            index = np.arange(chunk.start, end, dtype=np.int32)
+            readers.append(work.Reader(len(ids), chunk.count, chunk.start + 1, pages, lane.images))
+            ids += seq.token_ids[chunk.start : end]
+            shift = np.zeros_like(index)
+            for image in lane.images:
+                shift += np.where(index >= image.threshold, np.int32(image.num_tokens), 0)
+            positions.append(index + shift)
+            slots.append(pages[index // page_size] * page_size + index % page_size)
+            last.append(len(ids) - 1)
+        rows = np.stack([np.asarray(ids), np.concatenate(positions), np.concatenate(slots)])
+        return rows.astype(np.int32), readers, last
+
+    def _lane(self, seq: Sequence) -> _Lane:
+        lane = self._lanes.get(seq)
+        if lane is None or lane.source is not seq.pages:
+            images = tuple(
+                work.ImagePart(
+                    p.image.digest,
+                    np.asarray(p.pages, np.int32),
+                    p.image.num_tokens,
+                    p.base,
+                    p.text_index,
+                )
+                for p in seq.images
+            )
+            lane = self._lanes[seq] = _Lane(seq.pages, np.zeros(64, np.int32), 0, images)
+        return lane
+
+    # -- launching ------------------------------------------------------------------------------
+
+    def _run(
+        self, readers: list[work.Reader], rows: Any, own: KVPool, embeds: Tensor | None = None
+    ) -> Tensor:
+        """The normed hidden states [>= T, hidden] of a step; `embeds` in place of token ids."""
+        count = rows.shape[1]
+        bucket = next((b for b in BUCKETS if b >= count), count) if self._on_gpu else count
+        padded = np.zeros((3, bucket), np.int32)
+        padded[2] = -1
+        padded[:, :count] = rows
+        tables = work.build(readers, self._group, bucket, rows=padded)
+        assert tables.num_slots <= SCRATCH_SLOTS and len(tables.array) <= WORK_INTS, "step too long"
+        self._upload(tables.array)
+        launch = Launch(
+            self._programs(tables.small),
+            self._programs(tables.large),
+            tables.num_slots > 0 or tables.small > 0,
+            work.HEADER + 3 * bucket,
+        )
+        shape = Shape(bucket, own is self.vision, launch)
+        if not self._on_gpu or bucket > BUCKETS[-1] or not self._fused:
+            return self._compute(shape, embeds)
+        if embeds is not None:
+            self._embeds[:count] = embeds
+        if shape not in self._graphs:
+            self._graphs[shape] = self._capture(shape)
+        graph, hidden = self._graphs[shape]
+        graph.replay()
+        return hidden
+
+    def _programs(self, items: int) -> int:
+        """How many programs to start: few sizes, so that few graphs are captured."""
+        if not items:
+            return 0
+        most = self._processors * PROGRAMS_PER_PROCESSOR
+        return most if items * self.text.shape.num_kv_heads > self._processors else self._processors
+
+    def _upload(self, array: Any) -> None:
+        self._staging.reverse()
+        staged = self._staging[0][: len(array)]
+        staged.numpy()[:] = array
+        self._work[: len(array)].copy_(staged, non_blocking=True)
+
+    def _capture(self, shape: Shape) -> tuple[Any, Tensor]:
+        embeds = self._embeds[: shape.rows] if shape.in_vision else None
+        self._compute(shape, embeds)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            hidden = self._compute(shape, embeds)
+        return graph, hidden
+
+    def _compute(self, shape: Shape, embeds: Tensor | None) -> Tensor:
+        """Everything between the tables and the hidden states, from device memory alone."""
+        rows = shape.rows
+        ids, positions, slots = self._work[work.HEADER : work.HEADER + 3 * rows].view(3, rows)
+        own = self.vision if shape.in_vision else self.text
+        step = CUDAStep(
+            work=self._work,
+            positions=positions,
+            slots=slots,
+            rope=self.table,
+            scratch=self._scratch,
+            launch=shape.launch,
+            own=own,
+            vision=self.vision,
+        )
+        if embeds is None:
+            wanted = ids.long()
+            pending = self._previous[(-wanted - 1).clamp_(0, len(self._previous) - 1)]
+            known = torch.where(wanted < 0, pending, wanted)
+            embeds = functional.embedding(known, self.lm.get_input_embeddings().weight)
+        if not self._fused:
+            return self._forward(embeds[None], positions.long()[None], step)[0]
+        x = embeds[None].clone()
+        for layer in self.lm.model.layers:
+            x = layer(x, step=step)
+        norm = self.lm.model.norm
+        return rms_norm(x[0], norm.weight, float(norm.variance_epsilon))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = self.lm.lm_head
+        if len(hidden) > 1 or head.bias is not None or not self._fused:
+            out: Tensor = head(hidden)
+            return out
+        out = hidden.new_empty(1, len(head.weight))
+        gemv(hidden, head.weight, out)
+        return out

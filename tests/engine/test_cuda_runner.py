@@ -1,0 +1,61 @@
+"""The GPU runner computes the same model: captured on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from mmserve.engine import engine as engine_module
+from mmserve.engine.cuda_runner import CUDARunner
+from mmserve.request import Segment, TextSegment
+from tests.engine.driver import Driver, picture, words
+from tests.engine.tiny import build_tiny, tiny_config, tiny_model
+from tests.model.dense import dense_logits, embed
+
+
+@pytest.fixture(params=["fused", "as transformers has it"])
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    monkeypatch.setattr(engine_module, "build_runner", CUDARunner)
+    if request.param != "fused":
+        monkeypatch.setattr("mmserve.engine.cuda_runner.CUDALayer.fits", lambda layer: False)
+    return Driver(build_tiny(tiny_config(max_num_batched_tokens=100)))
+
+
+def mixes(driver: Driver) -> list[tuple[Segment, ...]]:
+    """Text and images first, last and between; two conversations over one image."""
+    a, b = (driver.image(picture(n)) for n in (1, 2))
+    return [
+        (words(1, 5),),
+        (a, words(2, 20), b, words(3, 1)),
+        (words(4, 40), a, words(5, 7)),
+        (words(6, 90), b, a, words(7, 33), a, words(8, 2)),
+    ]
+
+
+def test_logits_are_the_dense_models(driver: Driver) -> None:
+    dense: Any = tiny_model()
+    asked = mixes(driver)
+    ids = [driver.submit(segments) for segments in asked]
+    driver.run()
+    for request, segments in zip(ids, asked, strict=True):
+        tokens = driver.tokens(request)
+        whole = (*segments, TextSegment(tuple(tokens[:-1])))
+        expected = dense_logits(dense, *embed(dense, whole))[-len(tokens) :]
+        got = torch.stack(driver.logits[request]).cpu()[: len(tokens)]
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_known_image_is_not_computed_again(driver: Driver) -> None:
+    first = driver.submit((driver.image(picture(3)), words(1, 4)))
+    driver.run()
+    runs = driver.engine.metrics.vision_encoder_runs.collect()
+    again = driver.submit((driver.image(picture(3)), words(1, 4)))
+    driver.run()
+    assert driver.engine.metrics.vision_encoder_runs.collect() == runs
+    assert driver.tokens(first) == driver.tokens(again)
