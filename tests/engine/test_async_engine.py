@@ -336,7 +336,7 @@ def test_a_step_that_raises_ends_its_requests_and_the_engine_goes_on() -> None:
             runner = engine.engine.runner
             whole, calls = runner.run, 0
 
-            def fails_once(batch: Any, previous: Any) -> Any:
+            def fails_once(batch: Any, previous: Any = None) -> Any:
                 nonlocal calls
                 calls += 1
                 if calls == 3:

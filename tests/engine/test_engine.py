@@ -100,7 +100,7 @@ class Script:
         self.run = d.engine.runner.run
         d.engine.runner.run = self  # type: ignore[method-assign]
 
-    def __call__(self, batch: Any, previous: Any) -> Any:
+    def __call__(self, batch: Any, previous: Any = None) -> Any:
         logits = self.run(batch, previous)
         if logits is None:
             return None

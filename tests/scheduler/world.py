@@ -2,11 +2,13 @@
 
 A text slot holds a hash of every key up to its token, a vision page the digest of its image. What a
 step reads is compared with what should be there, so a page that is shared wrongly, given back too
-early or never written is found at once. The next token is a function of the last slot read.
+early or never written is found at once. The next token is a function of the last slot read. A world
+that overlaps lets a step's tokens land only when the next one is under way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mmserve.cache.page_pool import PagePool
@@ -48,10 +50,14 @@ def prompt(*parts: int | ImageInput, base: int = 0) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def history(seq: Sequence) -> list[int]:
-    """What the slot of each of the sequence's tokens must hold."""
+def history(seq: Sequence, pending: Iterable[int] = ()) -> list[int]:
+    """What the slot of each of the sequence's tokens must hold; `pending`: what will land."""
     value, names = 0, []
-    for key in seq.keys:
+    keys = list(seq.keys)
+    for token in pending:
+        before = () if len(keys) > len(seq.keys) else tuple(seq._before_next)
+        keys.append((*before, token) if before else token)
+    for key in keys:
         value = hash((value, key))
         names.append(value)
     return names
@@ -75,6 +81,7 @@ class World:
     prefix_caching: bool = True
     max_model_len: int = 4096
     failing: set[bytes] = field(default_factory=set)
+    overlaps: bool = False
 
     def __post_init__(self) -> None:
         self.text = PagePool(self.text_pages)
@@ -94,6 +101,7 @@ class World:
         self.done: list[Sequence] = []
         self.failed: list[Sequence] = []
         self.encoded: list[bytes] = []
+        self.flight: list[tuple[Sequence, int]] = []  # what has been chosen and not yet seen
         self.preemptions = 0
         self.steps = 0
         self._arrival = 0
@@ -132,24 +140,42 @@ class World:
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         for chunk in batch.chunks:
             self._read_and_write(chunk.seq, chunk.start, chunk.start + chunk.count)
+        before, self.flight = self.flight, []
         for chunk in batch.chunks:
             seq, end = chunk.seq, chunk.start + chunk.count
             self.scheduler.advance(chunk)
             if chunk.samples:
                 slot = seq.pages[(end - 1) // PAGE] * PAGE + (end - 1) % PAGE
-                seq.append(self.text_kv[slot] % VOCAB)
-            if self._complete(seq):
-                self.scheduler.finish(seq)
-                self.live.remove(seq)
-                self.done.append(seq)
+                seq.append_pending(len(self.flight))
+                self.flight.append((seq, self.text_kv[slot] % VOCAB))
+            elif self._complete(seq):
+                self._end(seq)
+        self.check()
+        self._land(before)
+        if not self.overlaps:
+            self._land(self.flight)
+            self.flight = []
         self.preemptions += self.scheduler.take_counts().preemptions
         self.check()
         return batch
 
+    def _land(self, flight: list[tuple[Sequence, int]]) -> None:
+        for seq, token in flight:
+            if not seq.finished:
+                seq.settle(token)
+                if self._complete(seq):
+                    self._end(seq)
+
+    def _end(self, seq: Sequence) -> None:
+        self.scheduler.finish(seq)
+        self.live.remove(seq)
+        self.done.append(seq)
+
     def run(self, limit: int = ENOUGH) -> None:
         """Step until nothing is left to do; no step may pass without work done."""
         while self.scheduler.has_work:
-            assert self.step(), "a step did nothing while there was work"
+            landing = bool(self.flight)
+            assert self.step() or landing, "a step did nothing while there was work"
             assert self.steps < limit, "no end in sight"
         assert not self.live
 
@@ -216,6 +242,7 @@ class World:
     def _check_batch(self, batch: Batch) -> None:
         config = self.config
         assert batch.num_tokens <= config.max_num_batched_tokens
+        assert batch.num_tokens + self.scheduler._budget == config.max_num_batched_tokens
         assert len(batch.images) <= config.max_images_per_step
         assert len(self.scheduler.running) <= config.max_num_seqs
         jobs = {}
@@ -232,6 +259,7 @@ class World:
             assert seq.status is SequenceStatus.RUNNING and seq in self.scheduler.running
             assert chunk.start == seq.num_computed_tokens and chunk.count > 0
             assert end <= seq.num_tokens and end <= len(seq.pages) * PAGE
+            assert not seq.last_is_pending, "a token is computed that nobody may choose from"
             assert chunk.samples == (end == seq.num_tokens and not seq.request.prefill_only)
             for placed in seq.images:
                 entry = self.vision.lookup(placed.image.digest)
@@ -241,7 +269,7 @@ class World:
                     assert there, "text behind an image that is not there"
 
     def _read_and_write(self, seq: Sequence, start: int, end: int) -> None:
-        names = history(seq)
+        names = history(seq, [token for other, token in self.flight if other is seq])
         slots = [seq.pages[i // PAGE] * PAGE + i % PAGE for i in range(end)]
         read = [self.text_kv.get(slot) for slot in slots[:start]]
         assert read == names[:start], "other text stands in the sequence's pages"
