@@ -27,7 +27,7 @@ import triton.language as tl
 MAX_VOCAB = 2**18  # with 2^44 to a mass, a row's sum fits into 63 bits
 CHUNK = 2048  # tokens of one program
 EDGES = 32
-LANES = 256  # tokens compared with all edges at once
+LANES = 128  # tokens compared with all edges at once; twice as many would leave one program a core
 ROUNDS = 2
 CAPACITY = 4096  # of a row's list
 WAYS = 16

@@ -22,7 +22,7 @@ from mmserve.request import SamplingParams
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-SOME = settings(deadline=None, max_examples=200 if CUDA else 25)
+SOME = settings(deadline=None, max_examples=200 if CUDA else 20)
 CLOSE = 4e-6  # of a row's mass: what rounding may move a sum by
 VOCABS = st.sampled_from([1, 2, 5, 255, 2048, 2049, 5000])
 
@@ -177,9 +177,8 @@ def test_the_plain_filters_are_those_of_the_engines_sampler(
     assert not bool((engine & ~outer).any())
 
 
-@pytest.mark.parametrize("vocab", [40, 5000])
-def test_every_uniform_gives_the_plain_token(vocab: int) -> None:
-    count = 32
+def test_every_uniform_gives_the_plain_token() -> None:
+    count, vocab = 12, 2100
     logits = randn(1, vocab).expand(count, vocab)
     parameters = Filters(top_k=30, top_p=0.93, temperature=0.9).tensors(count)
     uniform = torch.linspace(0, 0.999, count, device=DEVICE)
@@ -187,7 +186,7 @@ def test_every_uniform_gives_the_plain_token(vocab: int) -> None:
     expected = torch.empty(count, dtype=torch.long, device=DEVICE)
     plain.sample(logits, *parameters, uniform, expected)
     assert tokens == expected.tolist()
-    assert len(set(tokens)) > 5
+    assert len(set(tokens)) > 4
 
 
 def test_equals_at_the_border_of_top_k_all_stay() -> None:
