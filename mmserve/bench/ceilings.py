@@ -20,9 +20,13 @@ GIB = 1024**3
 class Probe:
     """How much is copied and multiplied to find the ceilings."""
 
-    copy_bytes: int = 4 * GIB
-    matrix: int = 8192  # rows and columns
-    repeats: int = 20
+    copy_bytes: int
+    matrix: int  # rows and columns
+    repeats: int
+
+
+GPU_PROBE = Probe(copy_bytes=4 * GIB, matrix=8192, repeats=20)
+CPU_PROBE = Probe(copy_bytes=GIB // 4, matrix=2048, repeats=5)
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,11 @@ def median_seconds(
     return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype, probe: Probe) -> Ceilings:
+def measure_ceilings(
+    device: torch.device, dtype: torch.dtype, probe: Probe | None = None
+) -> Ceilings:
+    """`dtype` is the product's. `probe` None: one that suits the kind of device."""
+    probe = probe or (GPU_PROBE if device.type == "cuda" else CPU_PROBE)
     ceilings = Ceilings(_copy_rate(device, probe), _product_rate(device, dtype, probe))
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -47,7 +47,7 @@ class EngineSuite:
     command: str = "mmserve bench engine"
     seed: int = 0
     plan: Plan = field(default_factory=Plan)
-    probe: Probe = field(default_factory=Probe)
+    probe: Probe | None = None
 
 
 def bench_engine(suite: EngineSuite, config: ModelConfig) -> SuiteReport:

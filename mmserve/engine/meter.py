@@ -56,6 +56,7 @@ def image_weights(loaded: LoadedModel) -> Weights:
 @torch.inference_mode()
 def image_flops(loaded: LoadedModel) -> int:
     """Of the vision path, one image, counted while a blank one passes through."""
+    loaded.vision.requires_grad_(False)  # the counter looks for gradients of what has them
     size = loaded.spec.image_size
     blank = torch.zeros(1, 3, size, size, dtype=torch.uint8, device=loaded.device)
     with FlopCounterMode(display=False) as counter:

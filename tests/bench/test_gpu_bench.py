@@ -17,9 +17,13 @@ from tests.checks.gpu_bench import Part
 
 
 def test_every_part_is_a_command_the_program_knows() -> None:
-    for part in gpu_bench.parts():
-        args = build_parser().parse_args(["bench", *part.words])
+    suites = [part for part in gpu_bench.parts() if part.words[0] == "-m"]
+    for part in suites:
+        assert part.words[:2] == ("-m", "mmserve")
+        args = build_parser().parse_args(list(part.words[2:]))
         assert args.workload in ("engine", "kernels")
+    assert {part.words[0] for part in gpu_bench.parts()} == {"-m", gpu_bench.SERVER_TTFT}
+    assert Path(gpu_bench.SERVER_TTFT).is_file()
 
 
 def test_all_time_that_is_left_is_shared_out() -> None:

@@ -23,13 +23,15 @@ sys.path.append(str(Path(__file__).parents[2]))
 from mmserve.bench.suite import markdown, read_report
 
 ROOT = Path(__file__).parents[2]
+SERVER_TTFT = str(Path(__file__).with_name("server_ttft.py"))
+
 START_S = 25.0  # importing the libraries and making the weights
 GRACE_S = 20.0  # the case that runs when the budget ends
 
 
 @dataclass(frozen=True)
 class Part:
-    """One suite and its share of the time that is left when its turn comes."""
+    """One suite: Python's words for it, and its share of the time left when its turn comes."""
 
     name: str
     words: tuple[str, ...]
@@ -39,13 +41,15 @@ class Part:
 def parts() -> list[Part]:
     shapes = {"mistral-7b": 3.0, "idefics2-8b": 2.5, "qwen2.5-7b": 2.0, "llava-7b": 2.0}
     peer = {"mistral-7b": ("--peer", "transformers")}
-    engine = [
-        Part(name, ("engine", "--shape", name, *peer.get(name, ())), weight)
+    bench = ("-m", "mmserve", "bench")
+    out = [
+        Part(name, (*bench, "engine", "--shape", name, *peer.get(name, ())), weight)
         for name, weight in {**shapes, "default": 1.5}.items()
     ]
-    if importlib.util.find_spec("mmserve.bench.kernels") is None:
-        return engine
-    return [Part("kernels", ("kernels",), 2.0), *engine]
+    out.insert(2, Part("server", (SERVER_TTFT, "--shape", "idefics2-8b"), 1.0))
+    if importlib.util.find_spec("mmserve.bench.kernels") is not None:
+        out.insert(0, Part("kernels", (*bench, "kernels"), 2.0))
+    return out
 
 
 def budget(remaining: float, weight: float, weights: float) -> float:
@@ -57,7 +61,7 @@ def run(part: Part, device: str, out: Path, seconds: float) -> str | None:
     """What went wrong, if anything; the suite's JSON holds whatever it measured until then."""
     words = [*part.words, "--device", device, "--budget-seconds", str(int(seconds))]
     words += ["--json", str(out / f"{part.name}.json")]
-    command = [sys.executable, "-m", "mmserve", "bench", *words]
+    command = [sys.executable, *words]
     limit = seconds + START_S + GRACE_S
     with (out / f"{part.name}.log").open("w") as log:
         try:
