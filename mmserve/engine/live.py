@@ -63,7 +63,11 @@ class Live:
         self.sampling = SamplingState(self.request.params, seq.token_ids, seq.num_prompt_tokens)
         self.clock = Clock(self.request.arrival)
         self._detokenizer = IncrementalDetokenizer(self.tokenizer)
-        self._stop = StopChecker(self.request.params.stop)
+        params = self.request.params
+        self._stop = StopChecker(params.stop)
+        self._ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self._ends |= self.tokenizer.eos_token_ids
 
     @property
     def request(self) -> Request:
@@ -72,24 +76,24 @@ class Live:
     def push(self, sampled: SampledToken, now: float) -> TokenEvent:
         """Take the token that landed `now`; the event has a finish reason if it is the last."""
         seq, token = self.seq, sampled.token_id
-        params = seq.request.params
         seq.settle(token)
-        ends = token in params.stop_token_ids or (
-            token in self.tokenizer.eos_token_ids and not params.ignore_eos
-        )
-        text, stop = self._stop.push("" if ends else self._detokenizer.push([token]))
+        ends = token in self._ends
+        text, stop = "" if ends else self._detokenizer.push([token]), None
+        if seq.request.params.stop:
+            text, stop = self._stop.push(text)
         reason = FinishReason.STOP if ends or stop is not None else None
-        if reason is None and seq.num_tokens - seq.num_pending >= seq.token_limit:
+        if reason is None and len(seq.token_ids) - seq.num_pending >= seq.token_limit:
             reason = FinishReason.LENGTH
         if reason is not None and stop is None:
             rest, stop = self._stop.push(self._detokenizer.flush())
             text += rest if stop is not None else rest + self._stop.flush()
-        self.clock.first_token = self.clock.first_token or now
+        if self.clock.first_token is None:
+            self.clock.first_token = now
         self.clock.last_token = now
         return TokenEvent(
             text=text,
             token_ids=(token,),
-            logprobs=self._logprobs(sampled),
+            logprobs=() if sampled.logprob is None else self._logprobs(sampled),
             finish_reason=reason,
             stop_string=stop,
             usage=self.usage() if reason else None,
@@ -123,8 +127,7 @@ class Live:
         )
 
     def _logprobs(self, sampled: SampledToken) -> tuple[TokenLogprob, ...]:
-        if sampled.logprob is None:
-            return ()
+        assert sampled.logprob is not None
         top = tuple((token, self._text(token), value) for token, value in sampled.top)
         text = self._text(sampled.token_id)
         return (TokenLogprob(sampled.token_id, text, sampled.logprob, top),)

@@ -278,7 +278,7 @@ class Scheduler:
 
     def cache_prefix(self, seq: Sequence) -> None:
         """Make the sequence's whole pages of known, computed tokens findable by later ones."""
-        full = min(seq.num_computed_tokens, len(seq.keys)) // self.page_size
+        full = seq.num_computed_tokens // self.page_size
         if self.radix and full:
             self.radix.insert(seq.keys[: full * self.page_size], seq.pages[:full])
             self._changes += 1
