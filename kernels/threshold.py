@@ -230,7 +230,7 @@ def _search(
             m += tl.where(above, mass_of(x, best)[None, :], 0)
         total_count = count + tl.sum(n, 1).to(tl.int64)
         total_mass = mass + tl.sum(m, 1)
-        reached = (total_count >= goal_count) & (total_mass >= goal_mass) & (keys < hi)
+        reached = (total_count >= goal_count) & (total_mass >= goal_mass)
         passed = tl.sum(reached.to(tl.int32), 0)
         if lo + step * (passed + 1) < hi:
             hi = lo + step * (passed + 1)

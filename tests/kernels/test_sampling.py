@@ -197,13 +197,32 @@ def test_equals_at_the_border_of_top_k_all_stay() -> None:
     assert token == [3]
 
 
-def test_equals_beyond_top_k_do_not_weigh_in_top_p() -> None:
+@pytest.mark.parametrize(("top_k", "border"), [(2, 0.4 / 0.6), (3, 0.4 / 0.8), (4, 0.4)])
+def test_equals_beyond_top_k_do_not_weigh_in_top_p(top_k: int, border: float) -> None:
     """Of [a, b, b, b] top-k 2 weighs a + b. Where a / (a + b) is above top_p, b goes."""
     logits = torch.log(torch.tensor([[0.4, 0.2, 0.2, 0.2]], device=DEVICE))
-    _, work = run(logits, Filters(2, 0.6).tensors(), torch.zeros(1, device=DEVICE))
-    assert work.lowest.item() == logits[0, 0].item()
-    _, work = run(logits, Filters(2, 0.7).tensors(), torch.zeros(1, device=DEVICE))
-    assert work.lowest.item() == logits[0, 1].item()
+    for token, top_p in enumerate((border - 0.01, border + 0.01)):
+        _, work = run(logits, Filters(top_k, top_p).tensors(), torch.zeros(1, device=DEVICE))
+        assert work.lowest.item() == logits[0, token].item()
+
+
+def test_among_thousands_the_list_holds_few_and_the_threshold_is_exact() -> None:
+    rows = [
+        Filters(0, 0.9),
+        Filters(0, 0.5, temperature=2.0),
+        Filters(3000),
+        Filters(50, 0.9),
+        Filters(4000, 0.7),
+        Filters(10_000, 0.999),
+    ]
+    logits = randn(11, len(rows), 5000)
+    parameters = tuple(torch.cat(x) for x in zip(*(f.tensors() for f in rows), strict=True))
+    uniform = torch.linspace(0.05, 0.95, len(rows), device=DEVICE)
+    tokens, work = run(logits, parameters, uniform)
+    for i, filters in enumerate(rows):
+        check_row(logits[i], filters, uniform[i].item(), tokens[i], work.lowest[i])
+    # A range is 1/31 wide: of 5000 normal logits, halved, at most about 130 lie so close together.
+    assert max(work.listed[[0, 1, 2]].tolist()) < 170
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
