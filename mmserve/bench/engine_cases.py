@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mmserve.bench.ceilings import Ceilings
 from mmserve.bench.load import Load, Window, kv_bytes
@@ -96,22 +97,45 @@ class EngineCases:
         peer = self.peers.get((batch, context))
         if peer is None or line.value is None:
             return line
-        figures = {**line.figures, "x generate": line.value / peer}
-        return Line(name, line.value, line.unit, line.bound, figures)
+        return replace(line, figures={**line.figures, "x generate": line.value / peer})
 
     def _start(self, prompts: Sequence[Sequence[Segment]]) -> None:
         self.load.start_decoding(prompts, self.plan.grown)
 
     def _shared(self, name: str, images: int) -> Iterator[Line]:
+        """All sessions look at the same images; once more with each reading them for itself."""
         load = self.load
+        runner: Any = load.engine.runner
         shown = load.images(images)
         load.ask([*shown, load.text(self.plan.question)])
         prompts = [[*shown, load.text(self.plan.private)] for _ in range(self.plan.sessions)]
+        line, answers = self._sessions(name, prompts)
+        if not getattr(runner, "shares", False):
+            yield line
+            return
+        load.clear()
+        runner.shares = False
+        try:
+            apart, others = self._sessions(name, prompts)
+        finally:
+            runner.shares = True
+        assert line.value is not None and apart.value is not None
+        pairs = [p for pair in zip(answers, others, strict=True) for p in zip(*pair, strict=False)]
+        more = {
+            "x faster than unshared": line.value / apart.value,
+            "% of tokens equal": 100 * statistics.fmean(x == y for x, y in pairs),
+        }
+        yield replace(line, figures={**line.figures, **more})
+
+    def _sessions(
+        self, name: str, prompts: Sequence[Sequence[Segment]]
+    ) -> tuple[Line, list[list[int]]]:
+        """The line, and each session's tokens."""
         self._start(prompts)
-        line = self._steps(name, self.plan.sessions)
-        once, each = kv_bytes(load)
-        more = {"GB of KV": once / 1e9, "GB if read by each": each / 1e9}
-        yield Line(name, line.value, line.unit, line.bound, {**line.figures, **more})
+        line = self._steps(name, len(prompts))
+        once, each = kv_bytes(self.load)
+        figures = {**line.figures, "GB of KV": once / 1e9, "GB if read by each": each / 1e9}
+        return replace(line, figures=figures), [list(a) for a in self.load.answers.values()]
 
     def _steps(self, name: str, batch: int) -> Line:
         load = self.load
@@ -175,8 +199,8 @@ class EngineCases:
         for name, prompt in ((same, lambda: [*window, load.text(question)]), (other, behind_text)):
             line = self._asked(name, prompt, 0)
             assert line.value is not None and new.value is not None
-            figures = {**line.figures, "x sooner than new": new.value / line.value}
-            yield Line(name, line.value, line.unit, line.bound, figures)
+            sooner = {"x sooner than new": new.value / line.value}
+            yield replace(line, figures={**line.figures, **sooner})
         yield self._asked(f"TTFT window of {view}, 1 new", slide, 1)
 
     # -- joules ---------------------------------------------------------------------------------

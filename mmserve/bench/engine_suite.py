@@ -85,7 +85,7 @@ def _lines(
     plan = suite.plan
     peers = PeerCases(loaded, plan.decode[:2])
     if suite.peer:
-        yield from run_cases(peers.all(), deadline)
+        yield from run_cases(peers.generate(), deadline)
     gc.collect()
     if loaded.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -54,7 +54,7 @@ class Load:
     read_joules: Reader | None = None
     seed: int = 0
     deadline: float = float("inf")
-    _tokens: dict[str, int] = field(default_factory=dict)  # of requests that run, by id
+    answers: dict[str, list[int]] = field(default_factory=dict)  # of requests that run, by id
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
@@ -89,7 +89,7 @@ class Load:
         images = sum(image.num_tokens for image in request.images)
         self.engine.scheduler.check_admissible(request, text, images)
         self.engine.add(request)
-        self._tokens[request.id] = 0
+        self.answers[request.id] = []
         return request.id
 
     def step(self) -> int:
@@ -101,9 +101,9 @@ class Load:
             if event.error is not None:
                 raise RuntimeError(event.error)
             count += len(event.token_ids)
-            self._tokens[name] += len(event.token_ids)
+            self.answers[name] += event.token_ids
             if event.finish_reason is not None:
-                del self._tokens[name]
+                del self.answers[name]
         return count
 
     def ask(self, segments: Sequence[Segment]) -> float:
@@ -131,7 +131,7 @@ class Load:
             raise ValueError(f"does not fit: needs {gigabytes:.0f} GB of text KV")
         for prompt in prompts:
             self.add(prompt)
-        while not all(self._tokens.values()):
+        while not all(self.answers.values()):
             self.step()
         self.check_running(len(prompts))
 
@@ -185,7 +185,7 @@ class Load:
         self.engine.abort_all(FinishReason.ABORT)
         while self.engine.has_work:
             self.engine.step()
-        self._tokens.clear()
+        self.answers.clear()
         radix = self.engine.scheduler.radix
         if radix is not None:
             radix.evict(radix.evictable_pages)

@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,3 +138,23 @@ def test_energy_cases_need_a_counter() -> None:
     running.read_joules = None
     without = EngineCases(running, sizes, Ceilings(1e9, 1e9), PLAN).all()
     assert not any("energy" in case.name for case in without)
+
+
+def test_where_sharing_can_be_switched_off_both_ways_are_measured() -> None:
+    running = load()
+    runner: Any = running.engine.runner
+    runner.shares = True
+    seen: list[bool] = []
+    run = runner.run
+
+    def watch(*args: Any) -> Any:
+        seen.append(runner.shares)
+        return run(*args)
+
+    runner.run = watch
+    sizes = Sizes.of(build_shape(SHAPE, torch.device("cpu"), torch.float32))
+    cases = EngineCases(running, sizes, Ceilings(1e9, 1e9), PLAN).all()
+    (line,) = next(case for case in cases if "the same 2 images" in case.name).run()
+    assert line.figures["% of tokens equal"] == 100
+    assert line.figures["x faster than unshared"] > 0
+    assert set(seen) == {True, False} and runner.shares

@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from mmserve.bench.suite import markdown, read_report
 
 ROOT = Path(__file__).parents[2]
+CONTINUOUS = str(Path(__file__).with_name("peer_continuous.py"))
 SERVER_TTFT = str(Path(__file__).with_name("server_ttft.py"))
 
 START_S = 25.0  # importing the libraries and making the weights
@@ -47,6 +48,7 @@ def parts() -> list[Part]:
         for name, weight in {**shapes, "default": 1.5}.items()
     ]
     out.insert(2, Part("server", (SERVER_TTFT, "--shape", "idefics2-8b"), 1.0))
+    out.append(Part("continuous", (CONTINUOUS, "--shape", "mistral-7b"), 1.0))
     if importlib.util.find_spec("mmserve.bench.kernels") is not None:
         out.insert(0, Part("kernels", (*bench, "kernels"), 2.0))
     return out
