@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from mmserve.__main__ import build_parser, main
+from mmserve.bench import engine_suite
 from mmserve.bench.command import Options, measure
+from mmserve.bench.dims import SHAPES
+from mmserve.bench.engine_suite import EngineSuite
 from mmserve.bench.workload import Shape
-from mmserve.config import CacheConfig, EngineConfig
+from mmserve.config import CacheConfig, EngineConfig, ModelConfig
 
 MIB = 1024**2
 CONFIG = EngineConfig(cache=CacheConfig(text_bytes=64 * MIB, vision_bytes=64 * MIB))
@@ -31,6 +34,22 @@ def test_the_command_line_reaches_the_workload() -> None:
         None,
         "transformers",
     )
+
+
+def test_the_command_line_reaches_the_engine_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[EngineSuite, ModelConfig]] = []
+    monkeypatch.setattr(engine_suite, "bench_engine", lambda *of: asked.append(of))
+    file = tmp_path / "out.json"
+    words = "bench engine --device cpu --shape qwen2.5-7b --budget-seconds 60 --step-tokens 4096"
+    main([*words.split(), "--peer", "transformers", "--seed", "3", "--json", str(file)])
+    main(["bench", "engine"])
+    (suite, model), (plain, _) = asked
+    assert suite.shape == SHAPES["qwen2.5-7b"] and model.device == "cpu"
+    assert (suite.budget_s, suite.step_tokens, suite.seed) == (60, 4096, 3)
+    assert (suite.peer, suite.json) == (True, file)
+    assert (plain.shape, plain.peer, plain.json) == (None, False, None)
 
 
 @pytest.mark.model
