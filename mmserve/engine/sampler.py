@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from torch import Tensor
 from mmserve.engine.transfer import download, resolve_pending, send, upload
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
+
+if TYPE_CHECKING:
+    from mmserve.engine.choice import Choice
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024  # characters; looking for one costs its length at every token
@@ -152,6 +155,7 @@ class Sampler:
         if generator is None:
             self._generator = torch.Generator()
             self._generator.seed()
+        self._choice: Choice | None = None  # the GPU's kernels
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
         """One token for each row, here and now. Arguments as for `begin`."""
@@ -169,16 +173,36 @@ class Sampler:
         tokens of the step before, if it has not landed.
         """
         assert logits.ndim == 2 and len(logits) == len(states), "one state per row of logits"
+        choice = self._kernels(logits)
         if all(state.plain for state in states):
-            return Drawn(logits.argmax(-1))
+            return Drawn(choice.best(logits) if choice else logits.argmax(-1))
         adjusted = self._adjust(logits, states, previous)
-        tokens = adjusted.argmax(-1)
         rows = [i for i, state in enumerate(states) if not state.greedy]
-        if rows:
-            index = upload(rows, torch.long, logits.device)
-            drawn = self._draw(adjusted[index], [states[i] for i in rows])
-            tokens.index_copy_(0, index, drawn)
+        if choice:
+            tokens = self._draw_all(choice, adjusted, states) if rows else choice.best(adjusted)
+        else:
+            tokens = adjusted.argmax(-1)
+            if rows:
+                index = upload(rows, torch.long, logits.device)
+                drawn = self._draw(adjusted[index], [states[i] for i in rows])
+                tokens.index_copy_(0, index, drawn)
         return Drawn(tokens, _logprobs(logits, states, tokens))
+
+    def _kernels(self, logits: Tensor) -> Choice | None:
+        """The GPU's kernels, imported where there is a GPU; None where they do not serve."""
+        if not logits.is_cuda:
+            return None
+        from mmserve.engine import choice
+
+        if not choice.fits(logits.shape[1]):
+            return None
+        self._choice = self._choice or choice.Choice()
+        return self._choice
+
+    def _draw_all(self, choice: Choice, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        """The same numbers are drawn for the same rows as by `_draw`. [B, V] -> [B] int64."""
+        uniform = [0.0 if state.greedy else float(self._uniform(state)) for state in states]
+        return choice.draw(logits, [state.params for state in states], uniform)
 
     def _adjust(
         self, logits: Tensor, states: Sequence[SamplingState], previous: Tensor | None = None
@@ -206,20 +230,18 @@ class Sampler:
         # In float64 a sum over a vocabulary keeps every token's share.
         mass = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)  # [R, V]
         total = mass[:, -1:]
-        at = total * self._uniform(states, mass.device).unsqueeze(-1)
+        uniform = torch.cat([self._uniform(state) for state in states])
+        at = total * send(uniform, mass.device).unsqueeze(-1)
         # A product rounded up to the total would point behind the last token.
         at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))
         # `right` steps over tokens without mass; the clamp is for logits that are NaN.
         chosen = torch.searchsorted(mass, at, right=True).squeeze(-1)
         return chosen.clamp_(max=logits.shape[1] - 1)
 
-    def _uniform(self, states: Sequence[SamplingState], device: torch.device) -> Tensor:
-        """[R] float64 in [0, 1): one number of each row's own generator, or of the common one."""
-        values = [
-            torch.rand(1, generator=state.generator or self._generator, dtype=torch.float64)
-            for state in states
-        ]
-        return send(torch.cat(values), device)
+    def _uniform(self, state: SamplingState) -> Tensor:
+        """[1] float64 in [0, 1): a number of the row's own generator, or of the common one."""
+        generator = state.generator or self._generator
+        return torch.rand(1, generator=generator, dtype=torch.float64)
 
 
 def _logprobs(logits: Tensor, states: Sequence[SamplingState], tokens: Tensor) -> _Logprobs | None:
