@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmserve.kernels.chain import chained
 from mmserve.kernels.work import ENTRY, HEADER, LARGE, LARGE_ROWS, SEGMENT, SMALL, SMALL_ROWS
 
 
@@ -100,7 +101,7 @@ def _attend_one(
     own_head, vision_head, rope, scale,
     H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SMALL: tl.constexpr, PRECISION: tl.constexpr,
+    SMALL: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All small items. q [T, H, D] rotated at absolute positions, out [T, H, D]; parts [slots, H,
     D] and lses [slots, H] float32; pools: one layer's, a head's pages contiguous; rope [positions,
@@ -112,6 +113,9 @@ def _attend_one(
     ok = g < GROUP
     q_mask = ok[:, None] & (half < D // 2)[None, :]
     all_keys = tl.full([BLOCK_M], 2147483647, tl.int32)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
         item = work + items_at + task // KV_HEADS * SMALL
         head = task % KV_HEADS
@@ -164,6 +168,7 @@ def _attend_many(
     H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LARGE: tl.constexpr, ENTRY: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All large items; arguments as `_attend_one`'s."""
     GROUP: tl.constexpr = H // KV_HEADS
@@ -173,6 +178,9 @@ def _attend_many(
     tasks = tl.load(work + 1) * KV_HEADS
     m = tl.arange(0, BLOCK_M)
     half = tl.arange(0, HALF)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
         item = items + task // KV_HEADS * LARGE
         head = task % KV_HEADS
@@ -240,6 +248,7 @@ def _attend_many(
 def _merge(
     work, out, parts, lses,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Join the partial results of row program_id(0), head program_id(1), in order of slots."""
     row = tl.program_id(0)
@@ -247,6 +256,9 @@ def _merge(
     merges = work + tl.load(work + 5)
     first = tl.load(merges + 2 * row)
     count = tl.load(merges + 2 * row + 1)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if count > 0:
         wide = tl.arange(0, WIDE)
         top = tl.full([], -1e30, tl.float32)
@@ -290,7 +302,7 @@ class Scratch:
 def _tuning(many: bool, dim: int, itemsize: int) -> dict[str, int]:
     """Block sizes by measurement on an H200."""
     if not many:
-        return {"BLOCK_N": 64 if dim <= 128 else 32, "num_warps": 2, "num_stages": 3}
+        return {"BLOCK_N": 32, "num_warps": 1 if dim <= 128 else 2, "num_stages": 3}
     narrow = dim > 128 or itemsize > 2
     return {"BLOCK_N": 32 if narrow else 64, "num_warps": 8 if dim > 64 else 4, "num_stages": 2}
 
@@ -316,7 +328,7 @@ def paged_attention(
     half = max(triton.next_power_of_2(dim // 2), 16)
     wide = max(triton.next_power_of_2(dim), 16)
     shape: dict[str, Any] = {"H": heads, "KV_HEADS": kv_heads, "D": dim, "HALF": half}
-    shape |= {"WIDE": wide, "PAGE": page}
+    shape |= {"WIDE": wide, "PAGE": page, **chained(q.device)}
     shape["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"
     pools = (*own, *vision, own[0].stride(0), vision[0].stride(0))
     results = (out, scratch.parts, scratch.lses)
@@ -333,5 +345,5 @@ def paged_attention(
     if launch.merge:
         _merge[(len(q), heads)](
             work, *results, H=heads, D=dim, WIDE=wide, BLOCK_P=16,
-            num_warps=1 if wide <= 128 else 2,
+            num_warps=1 if wide <= 128 else 2, **chained(q.device),
         )  # fmt: skip

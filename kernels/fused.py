@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmserve.kernels.chain import chained
+
 MAX_WIDTH = 16384  # a row stays in one program's registers
 TOKENS = 4  # of one head, by one warp: 16-byte accesses at 128 dimensions, and no loss at one token
 CHUNK = 1024  # of a row of gated outputs
@@ -34,12 +36,16 @@ class HeadNorm(NamedTuple):
 @triton.jit
 def _add_rms_norm(
     x, residual, weight, out, x_row, residual_row, out_row, eps,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row. The strides are of rows."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     ok = at < WIDTH
+    gain = tl.load(weight + at, mask=ok, other=0.0).to(tl.float32)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     total = tl.load(residual + row * residual_row + at, mask=ok, other=0.0)
     if ADDS:
         added = tl.load(x + row * x_row + at, mask=ok, other=0.0).to(tl.float32)
@@ -48,7 +54,7 @@ def _add_rms_norm(
         tl.store(residual + row * residual_row + at, total, mask=ok)
     wide = total.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    scaled = wide * factor * tl.load(weight + at, mask=ok, other=0.0).to(tl.float32)
+    scaled = wide * factor * gain
     tl.store(out + row * out_row + at, scaled.to(out.dtype.element_ty), mask=ok)
 
 
@@ -57,7 +63,7 @@ def _rotate_store(
     qkv, table, positions, slots, q_out, k_pool, v_pool, q_weight, k_weight, eps, num_tokens,
     qkv_row, q_row, k_head, k_page, k_token, v_head, v_page, v_token,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """TILE tokens of one head. HALF is D / 2 padded to a power of two."""
     head = tl.program_id(0)
@@ -67,6 +73,9 @@ def _rotate_store(
     dim = tl.arange(0, HALF)
     ok = kept[:, None] & (dim < D // 2)[None, :]
     row = token.to(tl.int64)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     source = qkv + (row * qkv_row + head * D)[:, None] + dim[None, :]
     first = tl.load(source, mask=ok, other=0.0)
     second = tl.load(source + D // 2, mask=ok, other=0.0)
@@ -108,12 +117,15 @@ def _rotate_store(
 @triton.jit
 def _silu_mul(
     both, out, both_row, out_row,
-    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """CHUNK of the WIDTH outputs of one row."""
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     at = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
     ok = at < WIDTH
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     gate = tl.load(both + row * both_row + at, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(both + row * both_row + WIDTH + at, mask=ok, other=0.0).to(tl.float32)
     gated = gate / (1.0 + tl.exp(-gate)) * up
@@ -138,7 +150,7 @@ def add_rms_norm(
     _add_rms_norm[(num_tokens,)](
         source, residual, weight, out, source.stride(0), residual.stride(0), out.stride(0), eps,
         WIDTH=width, PADDED=padded, ADDS=x is not None,
-        num_warps=min(max(padded // 512, 1), 16),
+        num_warps=min(max(padded // 512, 1), 16), **chained(residual.device),
     )  # fmt: skip
 
 
@@ -174,6 +186,7 @@ def rotate_store(
         qkv.stride(0), q_out.stride(0), *k_pool.stride()[:3], *v_pool.stride()[:3],
         HEADS=heads, KV_HEADS=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2),
         PAGE=page_size, TILE=TOKENS, NORM=norm is not None, num_warps=1,
+        **chained(qkv.device),
     )  # fmt: skip
 
 
@@ -186,5 +199,5 @@ def silu_mul(both: Tensor, out: Tensor) -> None:
     chunks = triton.cdiv(width, CHUNK)
     _silu_mul[(num_tokens * chunks,)](
         both, out, both.stride(0), out.stride(0),
-        WIDTH=width, CHUNKS=chunks, CHUNK=CHUNK, num_warps=4,
+        WIDTH=width, CHUNKS=chunks, CHUNK=CHUNK, num_warps=4, **chained(both.device),
     )  # fmt: skip

@@ -14,36 +14,53 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmserve.kernels.chain import chained
+
 
 @triton.jit
 def _gemv(
     x, weight, bias, gain, out, eps, num_out,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """ROWS outputs a program; GATED reads their rows and those num_out further down."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = n < num_out
     start = weight + n[:, None].to(tl.int64) * K
+    further = start + num_out.to(tl.int64) * K
+    k = tl.arange(0, BLOCK_K)
+    mask = ok[:, None] & (k < K)[None, :]
+    # The weights depend on nobody: the first of them arrive while the launch before ends.
+    held = tl.load(start + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    held_up = held
+    if GATED:
+        held_up = tl.load(further + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros([ROWS, BLOCK_K], tl.float32)
     acc_up = tl.zeros([ROWS, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for at in tl.static_range(0, K, BLOCK_K):
         k = at + tl.arange(0, BLOCK_K)
-        whole: tl.constexpr = at + BLOCK_K <= K
-        mask = ok[:, None] if whole else ok[:, None] & (k < K)[None, :]
-        row = tl.load(x + k) if whole else tl.load(x + k, mask=k < K, other=0.0)
+        mask = ok[:, None] & (k < K)[None, :]
+        if at > 0:
+            at_k = k[None, :]
+            held = tl.load(start + at_k, mask=mask, other=0.0, eviction_policy="evict_first")
+            if GATED:
+                held_up = tl.load(
+                    further + at_k, mask=mask, other=0.0, eviction_policy="evict_first"
+                )
+        row = tl.load(x + k, mask=k < K, other=0.0)
         row = row.to(tl.float32)
         if NORM:
             squares += row * row
-            scale = tl.load(gain + k) if whole else tl.load(gain + k, mask=k < K, other=0.0)
+            scale = tl.load(gain + k, mask=k < K, other=0.0)
             row = row * scale.to(tl.float32)
-        held = tl.load(start + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         acc += held.to(tl.float32) * row[None, :]
         if GATED:
-            further = start + num_out.to(tl.int64) * K + k[None, :]
-            held = tl.load(further, mask=mask, other=0.0, eviction_policy="evict_first")
-            acc_up += held.to(tl.float32) * row[None, :]
+            acc_up += held_up.to(tl.float32) * row[None, :]
     y = tl.sum(acc, 1)
     factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps) if NORM else 1.0
     y = y * factor
@@ -74,11 +91,11 @@ def gemv(
     num_out, width = out.shape[1], weight.shape[1]
     assert x.shape == (1, width) and weight.is_contiguous() and weight.shape[0] >= num_out
     assert not (gated and bias is not None), "no model has both"
-    block = min(triton.next_power_of_2(width), 2048)
+    block = min(triton.next_power_of_2(width), 4096 if width % 4096 == 0 else 2048)
     rows = 1 if gated else 2
     gain, eps = norm or (x, 0.0)
     _gemv[(triton.cdiv(num_out, rows),)](
         x, weight, x if bias is None else bias, gain, out, eps, num_out,
         K=width, ROWS=rows, BLOCK_K=block, NORM=norm is not None, BIAS=bias is not None,
-        GATED=gated, ADD=add, num_warps=4,
+        GATED=gated, ADD=add, num_warps=4, **chained(x.device),
     )  # fmt: skip

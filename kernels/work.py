@@ -41,7 +41,7 @@ SHORT_CHUNK = 64
 def split_size(context: int) -> int:
     """Keys of one item of a split context: a function of the query's own context, so that its
     bits do not depend on its batch mates. Short ones want many programs, long ones few slots."""
-    return 64 if context <= 1024 else 256 if context <= 4096 else 512
+    return 64 if context <= 640 else 128 if context <= 1280 else 256 if context <= 2560 else 512
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,40 @@ is a matter of reading weights and has a kernel of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmserve.cache.kv_pool import KVPool
 from mmserve.kernels import attention, fused
 from mmserve.kernels.gemv import gemv
 from mmserve.kernels.reference import write_kv
 
+# Of PyTorch's dense attention, the best first: on an H200 cuDNN's is twice its flash one's speed.
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+DENSE_MULTIPLE = 512  # keys of a dense chunk
+
 FITTING = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+
+
+class DenseChunk(NamedTuple):
+    """A long chunk that reads nothing but itself, causally: rows [first_row, first_row + num_rows).
+
+    `slots` [N] int64 are those of its keys, N >= num_rows a multiple of DENSE_MULTIPLE (any slot
+    stands for what is missing): the library prepares itself once for each length.
+    """
+
+    first_row: int
+    num_rows: int
+    slots: Tensor
 
 
 @dataclass(frozen=True)
@@ -38,6 +60,7 @@ class CUDAStep:
     launch: attention.Launch
     own: KVPool
     vision: KVPool
+    dense: tuple[DenseChunk, ...] = ()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [T, H, D], k and v [T, Hkv, D], rotated -> [T, H, D]; stores k and v. No padding."""
@@ -52,6 +75,20 @@ class CUDAStep:
         attention.paged_attention(
             q, self.work, *pools, self.rope, scale, self.scratch, out, self.launch
         )
+        for chunk in self.dense:
+            rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+            keys, values = (p.flatten(1, 2).index_select(1, chunk.slots)[None] for p in pools[0])
+            asked = functional.pad(q[rows], (0, 0, 0, 0, 0, len(chunk.slots) - chunk.num_rows))
+            with sdpa_kernel(BACKENDS, set_priority=True):
+                read = functional.scaled_dot_product_attention(
+                    asked.transpose(0, 1)[None],
+                    keys,
+                    values,
+                    is_causal=True,
+                    scale=scale,
+                    enable_gqa=True,
+                )
+            out[rows] = read[0, :, : chunk.num_rows].transpose(0, 1)
         return out
 
 

@@ -13,9 +13,10 @@ if not torch.cuda.is_available():
 
 from mmserve.engine import engine as engine_module
 from mmserve.engine.cuda_runner import CUDARunner
+from mmserve.engine.engine import Engine
 from mmserve.request import Segment, TextSegment
 from tests.engine.driver import Driver, picture, words
-from tests.engine.tiny import build_tiny, tiny_config, tiny_model
+from tests.engine.tiny import tiny_config, tiny_model
 from tests.model.dense import dense_logits, embed
 
 
@@ -24,7 +25,11 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     monkeypatch.setattr(engine_module, "build_runner", CUDARunner)
     if request.param != "fused":
         monkeypatch.setattr("mmserve.engine.cuda_runner.CUDALayer.fits", lambda layer: False)
-    return Driver(build_tiny(tiny_config(max_num_batched_tokens=100)))
+    model = tiny_model()
+    if torch.cuda.is_available():
+        model.device = torch.device("cuda")
+        model.lm.to("cuda"), model.vision.to("cuda")
+    return Driver(Engine(tiny_config(max_num_batched_tokens=100), model))
 
 
 def mixes(driver: Driver) -> list[tuple[Segment, ...]]:
