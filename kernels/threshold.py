@@ -46,7 +46,7 @@ def scaled_logits(logits, row, row_stride, token, ok, temperature):
     at = logits + row.to(tl.int64) * row_stride + token
     x = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     x = tl.div_rn(x, temperature)
-    x = tl.where(x == x, x, LOW)
+    x = tl.where(x == x, x, LOW)  # what `maximum` makes of a NaN is not promised
     return tl.minimum(tl.maximum(x, LOW), HIGH)
 
 

@@ -206,6 +206,23 @@ def test_equals_beyond_top_k_do_not_weigh_in_top_p(top_k: int, border: float) ->
         assert work.lowest.item() == logits[0, token].item()
 
 
+@pytest.mark.parametrize(("min_p", "last"), [(0.0, 2), (0.3, 2), (0.5, 1), (0.61, 0), (1.0, 0)])
+def test_min_p_is_a_share_of_the_best(min_p: float, last: int) -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]], device=DEVICE))
+    almost = torch.full((1,), 0.9999, device=DEVICE)
+    token, _ = run(logits, Filters(min_p=min_p).tensors(), almost)
+    assert token == [last]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
+def test_a_draw_passes_over_chunks_without_mass(uniform: float) -> None:
+    logits = randn(12, 1, 3 * threshold.CHUNK)
+    best = threshold.CHUNK + 5
+    logits[0, best] = 9.0
+    token, _ = run(logits, Filters(top_k=1).tensors(), torch.full((1,), uniform, device=DEVICE))
+    assert token == [best]
+
+
 def test_among_thousands_the_list_holds_few_and_the_threshold_is_exact() -> None:
     rows = [
         Filters(0, 0.9),
