@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmserve.kernels.chain import chained
-from mmserve.kernels.work import ENTRY, HEADER, LARGE, LARGE_ROWS, SEGMENT, SMALL, SMALL_ROWS
+from mmserve.kernels.work import ENTRY, LARGE, LARGE_ROWS, SEGMENT, SMALL, SMALL_ROWS
 
 
 @triton.jit
@@ -96,8 +96,29 @@ def _store(
 
 
 @triton.jit
+def _query(q, at, ok, scale, D: tl.constexpr, HALF: tl.constexpr):
+    """Both halves [M, HALF] of rows ok [M] of q, float32, scaled for exp2."""
+    half = tl.arange(0, HALF)
+    mask = ok[:, None] & (half < D // 2)[None, :]
+    a = tl.load(q + at[:, None] + half[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(q + at[:, None] + D // 2 + half[None, :], mask=mask, other=0.0).to(tl.float32)
+    return a * (scale * 1.4426950408889634), b * (scale * 1.4426950408889634)
+
+
+@triton.jit
+def _turn_back(a, b, rope, base, ok, D: tl.constexpr, HALF: tl.constexpr):
+    """The halves a, b [M, HALF] rotated by the angles of -base [M]."""
+    half = tl.arange(0, HALF)
+    mask = ok[:, None] & (half < D // 2)[None, :]
+    angle = rope + base[:, None].to(tl.int64) * D + half[None, :]
+    cos = tl.load(angle, mask=mask, other=1.0)
+    sin = tl.load(angle + D // 2, mask=mask, other=0.0)
+    return a * cos + b * sin, b * cos - a * sin
+
+
+@triton.jit
 def _attend_one(
-    work, items_at, q, out, parts, lses, k_own, v_own, k_vision, v_vision,
+    work, q, out, parts, lses, k_own, v_own, k_vision, v_vision,
     own_head, vision_head, rope, scale,
     H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -108,45 +129,39 @@ def _attend_one(
     2, D / 2] float32."""
     GROUP: tl.constexpr = H // KV_HEADS
     tasks = tl.load(work) * KV_HEADS
+    items = work + tl.load(work + 1)
+    merges = work + tl.load(work + 6)
     g = tl.arange(0, BLOCK_M)
-    half = tl.arange(0, HALF)
     ok = g < GROUP
-    q_mask = ok[:, None] & (half < D // 2)[None, :]
     all_keys = tl.full([BLOCK_M], 2147483647, tl.int32)
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
-        item = work + items_at + task // KV_HEADS * SMALL
+        item = items + task // KV_HEADS * SMALL
         head = task % KV_HEADS
         row = tl.load(item).to(tl.int64)
-        slot = tl.load(item + 1).to(tl.int64)
+        part = tl.load(item + 1)
         table = work + tl.load(item + 2)
         first = tl.load(item + 3)
         last = tl.load(item + 4)
         base = tl.load(item + 5)
+        first_slot = tl.load(merges + 2 * row)
+        slot = tl.where(tl.load(merges + 2 * row + 1) > 1, first_slot + part, -1).to(tl.int64)
         at = (row * H + head * GROUP + g) * D
-        raw_a = tl.load(q + at[:, None] + half[None, :], mask=q_mask, other=0.0)
-        raw_b = tl.load(q + at[:, None] + D // 2 + half[None, :], mask=q_mask, other=0.0)
-        q_a = raw_a.to(tl.float32) * (scale * 1.4426950408889634)
-        q_b = raw_b.to(tl.float32) * (scale * 1.4426950408889634)
+        q_a, q_b = _query(q, at, ok, scale, D, HALF)
         keys = k_own + head * own_head
         values = v_own + head * own_head
         if base >= 0:
-            angle = rope + base.to(tl.int64) * D + half
-            cos = tl.load(angle, mask=half < D // 2, other=1.0)[None, :]
-            sin = tl.load(angle + D // 2, mask=half < D // 2, other=0.0)[None, :]
-            turned = q_a * cos + q_b * sin
-            q_b = q_b * cos - q_a * sin
-            q_a = turned
+            q_a, q_b = _turn_back(q_a, q_b, rope, base + tl.zeros_like(g), ok, D, HALF)
             keys = k_vision + head * vision_head
             values = v_vision + head * vision_head
         state_m = tl.full([BLOCK_M], -1e30, tl.float32)
         state_l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
         full = last - (last - first) % BLOCK_N
-        rounded_a = q_a.to(raw_a.dtype)
-        rounded_b = q_b.to(raw_a.dtype)
+        rounded_a = q_a.to(q.dtype.element_ty)
+        rounded_b = q_b.to(q.dtype.element_ty)
         state_m, state_l, acc = _tiles(
             state_m, state_l, acc, rounded_a, rounded_b, keys, values, table, first, full,
             all_keys, ok, D, HALF, WIDE, PAGE, BLOCK_N, False, PRECISION,
@@ -162,6 +177,49 @@ def _attend_one(
 
 
 @triton.jit
+def _segment(
+    state_m, state_l, acc, wide_a, wide_b, work, segment, shift, hi, ok,
+    k_own, v_own, k_vision, v_vision, rope,
+    KIND: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All keys of one segment for the queries wide_a, wide_b of a large item."""
+    table = work + tl.load(segment + 1)
+    first = tl.load(segment + 2)
+    last = tl.load(segment + 3)
+    least = tl.min(hi, 0)
+    if tl.load(segment) != 0:
+        q_a, q_b = _turn_back(wide_a, wide_b, rope, tl.load(segment + 4) + shift, ok, D, HALF)
+        keys = k_vision
+        values = v_vision
+        threshold = tl.load(segment + 5)
+        seen = threshold < hi
+        bound = hi * 0 + 2147483647
+        full = tl.where(threshold < least, last - (last - first) % BLOCK_N, first)
+    else:
+        q_a = wide_a
+        q_b = wide_b
+        keys = k_own
+        values = v_own
+        seen = hi > 0
+        bound = hi
+        end = tl.minimum(last, tl.maximum(least, first))
+        full = end - (end - first) % BLOCK_N
+        last = tl.minimum(last, tl.max(tl.where(ok, hi, 0), 0))
+    q_a = q_a.to(KIND)
+    q_b = q_b.to(KIND)
+    state_m, state_l, acc = _tiles(
+        state_m, state_l, acc, q_a, q_b, keys, values, table, first, full,
+        bound, seen, D, HALF, WIDE, PAGE, BLOCK_N, False, PRECISION,
+    )  # fmt: skip
+    state_m, state_l, acc = _tiles(
+        state_m, state_l, acc, q_a, q_b, keys, values, table, full, last,
+        bound, seen, D, HALF, WIDE, PAGE, BLOCK_N, True, PRECISION,
+    )  # fmt: skip
+    return state_m, state_l, acc
+
+
+@triton.jit
 def _attend_many(
     work, q, out, parts, lses, k_own, v_own, k_vision, v_vision,
     own_head, vision_head, rope, scale,
@@ -172,12 +230,12 @@ def _attend_many(
 ):  # fmt: skip
     """All large items; arguments as `_attend_one`'s."""
     GROUP: tl.constexpr = H // KV_HEADS
-    items = work + tl.load(work + 2)
-    segments = work + tl.load(work + 3)
-    entries = work + tl.load(work + 4)
-    tasks = tl.load(work + 1) * KV_HEADS
+    tasks = tl.load(work + 2) * KV_HEADS
+    items = work + tl.load(work + 3)
+    segments = work + tl.load(work + 4)
+    entries = work + tl.load(work + 5)
+    merges = work + tl.load(work + 6)
     m = tl.arange(0, BLOCK_M)
-    half = tl.arange(0, HALF)
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -187,58 +245,25 @@ def _attend_many(
         entry = entries + (tl.load(item) + m // GROUP) * ENTRY
         ok = m // GROUP < tl.load(item + 1)
         row = tl.load(entry, mask=ok, other=0).to(tl.int64)
-        target = tl.load(entry + 1, mask=ok, other=-1).to(tl.int64)
-        target = tl.where(target < 0, target, target + tl.load(item + 4))
+        slot = tl.load(merges + 2 * row, mask=ok, other=0)
+        slot += tl.load(entry + 1, mask=ok, other=0) + tl.load(item + 4)
+        parts_of = tl.load(merges + 2 * row + 1, mask=ok, other=0)
+        target = tl.where(parts_of > 1, slot, -1).to(tl.int64)
         shift = tl.load(entry + 2, mask=ok, other=0)
         hi = tl.load(entry + 3, mask=ok, other=2147483647)
-        least = tl.min(hi, 0)
         query_head = head * GROUP + m % GROUP
         at = (row * H + query_head) * D
-        q_mask = ok[:, None] & (half < D // 2)[None, :]
-        raw_a = tl.load(q + at[:, None] + half[None, :], mask=q_mask, other=0.0)
-        raw_b = tl.load(q + at[:, None] + D // 2 + half[None, :], mask=q_mask, other=0.0)
-        wide_a = raw_a.to(tl.float32) * (scale * 1.4426950408889634)
-        wide_b = raw_b.to(tl.float32) * (scale * 1.4426950408889634)
+        wide_a, wide_b = _query(q, at, ok, scale, D, HALF)
         state_m = tl.full([BLOCK_M], -1e30, tl.float32)
         state_l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
         first_segment = tl.load(item + 2)
         for index in range(first_segment, first_segment + tl.load(item + 3)):
-            segment = segments + index * SEGMENT
-            in_vision = tl.load(segment)
-            table = work + tl.load(segment + 1)
-            first = tl.load(segment + 2)
-            last = tl.load(segment + 3)
-            if in_vision != 0:
-                base = tl.load(segment + 4) + shift
-                angle = rope + base[:, None].to(tl.int64) * D + half[None, :]
-                cos = tl.load(angle, mask=q_mask, other=1.0)
-                sin = tl.load(angle + D // 2, mask=q_mask, other=0.0)
-                turned_a = (wide_a * cos + wide_b * sin).to(raw_a.dtype)
-                turned_b = (wide_b * cos - wide_a * sin).to(raw_a.dtype)
-                keys = k_vision + head * vision_head
-                values = v_vision + head * vision_head
-                threshold = tl.load(segment + 5)
-                seen = threshold < hi
-                bound = hi * 0 + 2147483647
-                full = tl.where(threshold < least, last - (last - first) % BLOCK_N, first)
-            else:
-                turned_a = wide_a.to(raw_a.dtype)
-                turned_b = wide_b.to(raw_a.dtype)
-                keys = k_own + head * own_head
-                values = v_own + head * own_head
-                seen = hi > 0
-                bound = hi
-                end = tl.minimum(last, tl.maximum(least, first))
-                full = end - (end - first) % BLOCK_N
-                last = tl.minimum(last, tl.max(tl.where(ok, hi, 0), 0))
-            state_m, state_l, acc = _tiles(
-                state_m, state_l, acc, turned_a, turned_b, keys, values, table, first, full,
-                bound, seen, D, HALF, WIDE, PAGE, BLOCK_N, False, PRECISION,
-            )  # fmt: skip
-            state_m, state_l, acc = _tiles(
-                state_m, state_l, acc, turned_a, turned_b, keys, values, table, full, last,
-                bound, seen, D, HALF, WIDE, PAGE, BLOCK_N, True, PRECISION,
+            state_m, state_l, acc = _segment(
+                state_m, state_l, acc, wide_a, wide_b, work, segments + index * SEGMENT,
+                shift, hi, ok, k_own + head * own_head, v_own + head * own_head,
+                k_vision + head * vision_head, v_vision + head * vision_head, rope,
+                q.dtype.element_ty, D, HALF, WIDE, PAGE, BLOCK_N, PRECISION,
             )  # fmt: skip
         place = target * H + query_head
         _store(acc, state_m, state_l, ok, at, place, target, out, parts, lses, D, WIDE)
@@ -253,13 +278,13 @@ def _merge(
     """Join the partial results of row program_id(0), head program_id(1), in order of slots."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    merges = work + tl.load(work + 5)
+    merges = work + tl.load(work + 6)
     first = tl.load(merges + 2 * row)
     count = tl.load(merges + 2 * row + 1)
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if count > 0:
+    if count > 1:
         wide = tl.arange(0, WIDE)
         top = tl.full([], -1e30, tl.float32)
         total = tl.zeros([], tl.float32)
@@ -283,12 +308,13 @@ def _merge(
 
 class Launch(NamedTuple):
     """How a step's tables are run: programs for small and for large items (0: there are none of
-    the kind), whether any row has partial results, and where the small items begin."""
+    the kind), whether any row has partial results, and whether the small items are too few to
+    fill the device, so that each should be quick."""
 
     small: int
     large: int
     merge: bool
-    items_at: int = HEADER
+    few: bool = False
 
 
 class Scratch:
@@ -299,8 +325,10 @@ class Scratch:
         self.lses = torch.empty(slots, heads, dtype=torch.float32, device=device)
 
 
-def _tuning(many: bool, dim: int, itemsize: int) -> dict[str, int]:
+def _tuning(many: bool, few: bool, dim: int, itemsize: int) -> dict[str, int]:
     """Block sizes by measurement on an H200."""
+    if few and dim <= 128 and itemsize == 2:
+        return {"BLOCK_N": 64, "num_warps": 2, "num_stages": 2}
     if not many:
         return {"BLOCK_N": 32, "num_warps": 1 if dim <= 128 else 2, "num_stages": 3}
     narrow = dim > 128 or itemsize > 2
@@ -334,13 +362,13 @@ def paged_attention(
     results = (out, scratch.parts, scratch.lses)
     if launch.small:
         _attend_one[(launch.small,)](
-            work, launch.items_at, q, *results, *pools, rope, scale, BLOCK_M=SMALL_ROWS,
-            SMALL=SMALL, **shape, **_tuning(False, dim, q.element_size()),
+            work, q, *results, *pools, rope, scale, BLOCK_M=SMALL_ROWS,
+            SMALL=SMALL, **shape, **_tuning(False, launch.few, dim, q.element_size()),
         )  # fmt: skip
     if launch.large:
         _attend_many[(launch.large,)](
             work, q, *results, *pools, rope, scale, BLOCK_M=LARGE_ROWS, LARGE=LARGE, ENTRY=ENTRY,
-            SEGMENT=SEGMENT, **shape, **_tuning(True, dim, q.element_size()),
+            SEGMENT=SEGMENT, **shape, **_tuning(True, False, dim, q.element_size()),
         )  # fmt: skip
     if launch.merge:
         _merge[(len(q), heads)](

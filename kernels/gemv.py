@@ -91,7 +91,7 @@ def gemv(
     num_out, width = out.shape[1], weight.shape[1]
     assert x.shape == (1, width) and weight.is_contiguous() and weight.shape[0] >= num_out
     assert not (gated and bias is not None), "no model has both"
-    block = min(triton.next_power_of_2(width), 4096 if width % 4096 == 0 else 2048)
+    block = min(triton.next_power_of_2(width), 4096)
     rows = 1 if gated else 2
     gain, eps = norm or (x, 0.0)
     _gemv[(triton.cdiv(num_out, rows),)](

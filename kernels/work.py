@@ -3,20 +3,22 @@
 Owns the cutting of a step's attention into work items. No torch and no Triton: numpy in, one int32
 array out, which the runner uploads in a single copy. Knows nothing of sequences or scheduling.
 
-The array begins with a header of eight: the number of *small* items, of *large* items, and where
-large items, segments, entries and merges begin. Then come what the caller puts first (token ids,
-positions, slots: the same number every step of one batch size, so that captured launches find
-them), the small items, and the rest.
+The array begins with a header of eight: the number of *small* items and where they begin, the same
+of *large* items, and where segments, entries and merges begin. Then comes what the caller puts
+first (token ids, positions, slots: as many every step of one batch size, so that captured launches
+find them), and the tables.
 
-A small item is one query over one run of keys: (row, slot, page ids at, first key, end, base, 0,
-0); base -1 means the sequence's own keys, else the position of an image in the vision pool. `slot`
-is where the partial result goes, -1 if it is the whole result.
+Every row has `merges`: (first slot, parts). A query whose keys are cut into several parts writes
+each partial result into the slot of that part; with one part the item's result is the row's.
+
+A small item is one query over one run of keys: (row, part, page ids at, first key, end, base); base
+-1 means the sequence's own keys, else the position of an image in the vision pool.
 
 A large item is many queries over several runs: (first entry, entries, first segment, segments,
-part). An entry is (row, slot, shift, hi): the query's row in the flat batch, its first slot or -1,
-its distance to an image that several sequences share, and how many text tokens of its own it reads.
-A segment is (1 for the vision pool, page ids at, first key, end, base, threshold): an image is read
-by the queries with threshold < hi. Merges: per row (first slot, count).
+part). An entry is (row, part, shift, hi): the query's row in the flat batch, what to add to the
+item's part, its distance to an image that several sequences share, and how many text tokens of its
+own it reads. A segment is (1 for the vision pool, page ids at, first key, end, base, threshold): an
+image is read by the queries with threshold < hi.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import numpy.typing as npt
 
 Int32s = npt.NDArray[np.int32]
 
-HEADER, SMALL, LARGE, ENTRY, SEGMENT = 8, 8, 5, 4, 6
+HEADER, SMALL, LARGE, ENTRY, SEGMENT = 8, 6, 5, 4, 6
 
 # Rows (queries times query heads of a KV head) that share one reading of keys.
 SMALL_ROWS, LARGE_ROWS = 16, 128
@@ -38,10 +40,19 @@ SMALL_ROWS, LARGE_ROWS = 16, 128
 SHORT_CHUNK = 64
 
 
-def split_size(context: int) -> int:
-    """Keys of one item of a split context: a function of the query's own context, so that its
-    bits do not depend on its batch mates. Short ones want many programs, long ones few slots."""
-    return 64 if context <= 640 else 128 if context <= 1280 else 256 if context <= 2560 else 512
+# Keys of one item of a split context, by the query's own context, so that its bits do not depend on
+# its batch mates: up to 640 keys 64, and so on. Short contexts want many programs, long few slots.
+_CONTEXTS = np.array([640, 1280, 2560])
+_SPLITS = np.array([64, 128, 256, 512])
+
+
+def split_sizes(contexts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    sizes: npt.NDArray[np.int64] = _SPLITS[np.searchsorted(_CONTEXTS, contexts)]
+    return sizes
+
+
+def _cuts(num_keys: int) -> range:
+    return range(0, num_keys, int(split_sizes(np.asarray(num_keys))))
 
 
 @dataclass(frozen=True)
@@ -85,17 +96,17 @@ class WorkTables:
 
 
 @dataclass
-class _Builder:
+class _Tables:
+    """Items in the making. Page ids are found by their place among `pages`."""
+
     group: int
-    num_rows: int
     small: list[tuple[int, ...]] = field(default_factory=list)
     large: list[tuple[int, ...]] = field(default_factory=list)
     segments: list[tuple[int, ...]] = field(default_factory=list)
     entries: list[tuple[int, ...]] = field(default_factory=list)
-    merges: list[tuple[int, int, int]] = field(default_factory=list)  # row, first slot, count
+    parts: dict[int, int] = field(default_factory=dict)  # by row
     pages: list[Int32s] = field(default_factory=list)
     num_pages: int = 0
-    num_slots: int = 0
 
     def table(self, pages: Int32s) -> int:
         at = self.num_pages
@@ -109,150 +120,224 @@ class _Builder:
         for at in range(first, first + count, most):
             self.large.append((at, min(most, first + count - at), *segments, part))
 
-
-_Entry = tuple[int, int, int, int]
-
-
-def build(
-    readers: Sequence[Reader],
-    group: int,
-    num_rows: int,
-    *,
-    rows: Int32s | None = None,
-    share: bool = True,
-) -> WorkTables:
-    """The tables of one step. `group`: query heads per KV head; `num_rows` of the flat batch.
-
-    `rows` int32 [N]: what stands between the header and the small items. `share` False reads an
-    image once for each of its readers.
-    """
-    assert group <= LARGE_ROWS, "more query heads per KV head than a tile has rows"
-    builder = _Builder(group, num_rows)
-    short = [r for r in readers if r.count <= SHORT_CHUNK]
-    wanted: dict[Hashable, list[_Entry]] = {}
-    known: dict[Hashable, ImagePart] = {}
-    if share:
-        known = _shared(short)
-        wanted = {key: [] for key in known}
-    for reader in readers:
-        if reader.count > SHORT_CHUNK:
-            _add_long(builder, reader)
-        else:
-            _add_short(builder, reader, wanted)
-    for key, image in known.items():
-        _add_shared(builder, image, wanted[key])
-    return _pack(builder, np.zeros(0, np.int32) if rows is None else rows)
+    def add_entries(self, reader: Reader) -> int:
+        step = 0 if reader.whole else 1
+        first = len(self.entries)
+        self.entries += [
+            (reader.first_row + j, 0, 0, reader.hi + j * step) for j in range(reader.count)
+        ]
+        return first
 
 
-def _shared(readers: Sequence[Reader]) -> dict[Hashable, ImagePart]:
-    """Images that stand before all queries of at least two readers."""
-    seen: set[Hashable] = set()
-    twice: dict[Hashable, ImagePart] = {}
-    for reader in readers:
-        for image in reader.images:
-            if image.threshold < reader.hi:
-                if image.key in seen:
-                    twice[image.key] = image
-                seen.add(image.key)
-    return twice
+class WorkBuilder:
+    """Builds the tables of one step after another; what a batch of decoding sequences reads of
+    images stays from step to step and is kept."""
+
+    def __init__(self, group: int) -> None:
+        """`group`: query heads per KV head."""
+        assert group <= LARGE_ROWS, "more query heads per KV head than a tile has rows"
+        self.group = group
+        self._known: tuple[tuple[tuple[int, Sequence[ImagePart]], ...], bool, _Tables] | None = None
+
+    def build(
+        self,
+        readers: Sequence[Reader],
+        num_rows: int,
+        *,
+        rows: Int32s | None = None,
+        share: bool = True,
+    ) -> WorkTables:
+        """The tables of one step of `num_rows` rows.
+
+        `rows` int32 [N]: what stands after the header. `share` False reads an image once for each
+        of its readers.
+        """
+        single = [r for r in readers if r.count == 1 and self.group <= SMALL_ROWS]
+        chunks = [r for r in readers if r.count > 1 or self.group > SMALL_ROWS]
+        tables = _Tables(self.group)
+        for reader in chunks:
+            (_add_long if reader.count > SHORT_CHUNK else _add_short)(tables, reader)
+        images = self._images(single, share)
+        return _pack(tables, images, single, num_rows, rows)
+
+    def _images(self, single: list[Reader], share: bool) -> _Tables:
+        seen = tuple(
+            (
+                r.first_row,
+                r.images if not r.images or r.images[-1].threshold < r.hi else _visible(r),
+            )
+            for r in single
+        )
+        if self._known is not None and self._known[1] == share and _same(self._known[0], seen):
+            return self._known[2]
+        tables = _image_tables(self.group, seen, share)
+        self._known = (seen, share, tables)
+        return tables
 
 
-def _add_short(b: _Builder, reader: Reader, wanted: dict[Hashable, list[_Entry]]) -> None:
-    """Items of a few queries over a split context; `wanted` gains the entries of shared images."""
-    last = reader.last_hi
-    size = split_size(last)
-    visible = [image for image in reader.images if image.threshold < last]
-    cuts = [
-        (image, at, min(at + split_size(image.num_tokens), image.num_tokens))
-        for image in visible
-        for at in range(0, image.num_tokens, split_size(image.num_tokens))
-    ]
-    spans = range(0, last, size)
-    parts = len(spans) + len(cuts)
-    slot = b.num_slots if parts > 1 else -1
-    if parts > 1:
-        b.merges += [(reader.first_row + j, slot + j * parts, parts) for j in range(reader.count)]
-        b.num_slots += reader.count * parts
-    small = reader.count == 1 and b.group <= SMALL_ROWS
-    first = len(b.entries)
-    if not small:
-        _add_entries(b, reader, slot, parts)
-    table = b.table(reader.pages)
-    for part, at in enumerate(spans):
-        if small:
-            place = slot + part if parts > 1 else -1
-            b.small.append((reader.first_row, place, table, at, min(at + size, last), -1, 0, 0))
-        else:
-            b.segments.append((0, table, at, min(at + size, last), 0, 0))
-            b.add_large(first, reader.count, (len(b.segments) - 1, 1), part)
-    for part, (image, at, stop) in enumerate(cuts, len(spans)):
-        if image.key in wanted and image.threshold < reader.hi and parts > 1:
-            if at == 0:
-                wanted[image.key] += [
-                    (reader.first_row + j, slot + j * parts + part, image.base, 1)
-                    for j in range(reader.count)
-                ]
-        elif small:
-            place, pages = (slot + part if parts > 1 else -1), b.table(image.pages)
-            b.small.append((reader.first_row, place, pages, at, stop, image.base, 0, 0))
-        else:
-            pages = b.table(image.pages)
-            b.segments.append((1, pages, at, stop, image.base, image.threshold))
-            b.add_large(first, reader.count, (len(b.segments) - 1, 1), part)
+_Seen = tuple[tuple[int, Sequence[ImagePart]], ...]
 
 
-def _add_entries(b: _Builder, reader: Reader, slot: int, parts: int) -> None:
-    step = 0 if reader.whole else 1
-    for j in range(reader.count):
-        place = slot + j * parts if parts > 1 else -1
-        b.entries.append((reader.first_row + j, place, 0, reader.hi + j * step))
+def _visible(reader: Reader) -> Sequence[ImagePart]:
+    return tuple(image for image in reader.images if image.threshold < reader.last_hi)
 
 
-def _add_shared(b: _Builder, image: ImagePart, entries: list[_Entry]) -> None:
-    """All queries that read one image, whoever's they are."""
-    first = len(b.entries)
-    b.entries += entries
-    size, pages = split_size(image.num_tokens), b.table(image.pages)
-    for part, at in enumerate(range(0, image.num_tokens, size)):
-        b.segments.append((1, pages, at, min(at + size, image.num_tokens), 0, -1))
-        b.add_large(first, len(entries), (len(b.segments) - 1, 1), part)
+def _same(a: _Seen, b: _Seen) -> bool:
+    return len(a) == len(b) and all(
+        x[0] == y[0] and x[1] is y[1] for x, y in zip(a, b, strict=True)
+    )
 
 
-def _add_long(b: _Builder, reader: Reader) -> None:
+def _image_tables(group: int, seen: _Seen, share: bool) -> _Tables:
+    """What single queries read of images: those of several queries once for all of them."""
+    tables = _Tables(group)
+    holders: dict[Hashable, int] = {}
+    for _, images in seen:
+        for image in images:
+            holders[image.key] = holders.get(image.key, 0) + 1
+    shared: dict[Hashable, tuple[ImagePart, list[tuple[int, ...]]]] = {}
+    for row, images in seen:
+        part = 0
+        for image in images:
+            cuts = _cuts(image.num_tokens)
+            if share and holders[image.key] > 1:
+                shared.setdefault(image.key, (image, []))[1].append((row, part, image.base, 1))
+            else:
+                at = tables.table(image.pages)
+                for p, cut in enumerate(cuts, part):
+                    stop = min(cut + cuts.step, image.num_tokens)
+                    tables.small.append((row, p, at, cut, stop, image.base))
+            part += len(cuts)
+        tables.parts[row] = part
+    for image, entries in shared.values():
+        first, pages, cuts = len(tables.entries), tables.table(image.pages), _cuts(image.num_tokens)
+        tables.entries += entries
+        for part, cut in enumerate(cuts):
+            stop = min(cut + cuts.step, image.num_tokens)
+            tables.segments.append((1, pages, cut, stop, 0, -1))
+            tables.add_large(first, len(entries), (len(tables.segments) - 1, 1), part)
+    return tables
+
+
+def _add_short(t: _Tables, reader: Reader) -> None:
+    """Items of some queries over a split context."""
+    first = t.add_entries(reader)
+    table = t.table(reader.pages)
+    cuts = _cuts(reader.last_hi)
+    runs = [(0, table, at, min(at + cuts.step, reader.last_hi), 0, 0) for at in cuts]
+    for image in _visible(reader):
+        pages, cuts = t.table(image.pages), _cuts(image.num_tokens)
+        for at in cuts:
+            stop = min(at + cuts.step, image.num_tokens)
+            runs.append((1, pages, at, stop, image.base, image.threshold))
+    for part, run in enumerate(runs):
+        t.segments.append(run)
+        t.add_large(first, reader.count, (len(t.segments) - 1, 1), part)
+    t.parts.update({reader.first_row + j: len(runs) for j in range(reader.count)})
+
+
+def _add_long(t: _Tables, reader: Reader) -> None:
     """Items of a tile of queries each, over everything they read; the longest first."""
     step = 0 if reader.whole else 1
-    table = b.table(reader.pages)
-    images = [(image, b.table(image.pages)) for image in reader.images]
-    most = LARGE_ROWS // b.group
-    start = len(b.entries)
-    _add_entries(b, reader, -1, 1)
+    table = t.table(reader.pages)
+    images = [(image, t.table(image.pages)) for image in reader.images]
+    most = LARGE_ROWS // t.group
+    start = t.add_entries(reader)
     for at in reversed(range(0, reader.count, most)):
         size = min(most, reader.count - at)
         last = reader.hi + (at + size - 1) * step
-        first = len(b.segments)
-        b.segments.append((0, table, 0, last, 0, 0))
+        first = len(t.segments)
+        t.segments.append((0, table, 0, last, 0, 0))
         for image, pages in images:
             if image.threshold < last:
-                b.segments.append((1, pages, 0, image.num_tokens, image.base, image.threshold))
-        b.large.append((start + at, size, first, len(b.segments) - first, 0))
+                t.segments.append((1, pages, 0, image.num_tokens, image.base, image.threshold))
+        t.large.append((start + at, size, first, len(t.segments) - first, 0))
 
 
-def _pack(b: _Builder, rows: Int32s) -> WorkTables:
-    merges = np.zeros((b.num_rows, 2), np.int32)
-    for row, slot, count in b.merges:
-        merges[row] = slot, count
-    tables = [
-        rows,
-        np.asarray(b.small, np.int32).reshape(-1, SMALL),
-        np.asarray(b.large, np.int32).reshape(-1, LARGE),
-        np.asarray(b.segments, np.int32).reshape(-1, SEGMENT),
-        np.asarray(b.entries, np.int32).reshape(-1, ENTRY),
-        merges,
+def _own_items(single: list[Reader], images: _Tables) -> tuple[Int32s, Int32s]:
+    """Small items over the sequences' own keys [n, 6], page ids counted from the first reader's,
+    and how many each reader has."""
+    if not single:
+        return np.zeros((0, SMALL), np.int32), np.zeros(0, np.int32)
+    context = np.array([r.hi for r in single])
+    size = split_sizes(context)
+    count = -(-context // size)
+    reader = np.repeat(np.arange(len(single)), count)
+    part = np.arange(len(reader)) - np.repeat(np.cumsum(count) - count, count)
+    pages = np.cumsum([0, *(len(r.pages) for r in single[:-1])])
+    before = np.array([images.parts[r.first_row] for r in single])
+    rows = np.array([r.first_row for r in single])
+    first = part * size[reader]
+    items = np.stack(
+        [
+            rows[reader],
+            before[reader] + part,
+            pages[reader],
+            first,
+            np.minimum(first + size[reader], context[reader]),
+            np.full(len(reader), -1),
+        ],
+        1,
+    )
+    return items.astype(np.int32), count.astype(np.int32)
+
+
+def _array(rows: list[tuple[int, ...]], width: int) -> Int32s:
+    return np.asarray(rows, np.int32).reshape(-1, width)
+
+
+def _pack(
+    chunks: _Tables,
+    images: _Tables,
+    single: list[Reader],
+    num_rows: int,
+    rows: Int32s | None,
+) -> WorkTables:
+    own, own_parts = _own_items(single, images)
+    parts = np.zeros(num_rows, np.int32)
+    for row, count in chunks.parts.items():
+        parts[row] = count
+    for reader, count in zip(single, own_parts.tolist(), strict=True):
+        parts[reader.first_row] = count + images.parts[reader.first_row]
+    slots = np.where(parts > 1, parts, 0)
+    merges = np.stack([np.cumsum(slots) - slots, parts], 1).astype(np.int32)
+    image_small, image_segments = _array(images.small, SMALL), _array(images.segments, SEGMENT)
+    image_large = _array(images.large, LARGE)
+    image_large[:, 0] += len(chunks.entries)
+    image_large[:, 2] += len(chunks.segments)
+    first = np.zeros(0, np.int32) if rows is None else rows.reshape(-1)
+    sizes = [
+        HEADER + len(first) + merges.size,
+        image_small.size + own.size,
+        (len(chunks.large) + len(image_large)) * LARGE,
+        (len(chunks.segments) + len(image_segments)) * SEGMENT,
+        (len(chunks.entries) + len(images.entries)) * ENTRY,
     ]
-    starts = [HEADER + sum(t.size for t in tables[:i]) for i in range(len(tables) + 1)]
-    pages = starts[-1]  # page ids are found by their place in the whole array
-    tables[1][:, 2] += pages
-    tables[3][:, 1] += pages
-    header = (len(b.small), len(b.large), *starts[2:6], 0, 0)
-    flat = [np.asarray(header, np.int32), *(t.reshape(-1) for t in tables), *b.pages]
-    return WorkTables(np.concatenate(flat), len(b.small), len(b.large), b.num_slots)
+    small_at, large_at, segments_at, entries_at, pages = np.cumsum(sizes).tolist()
+    image_small[:, 2] += pages + chunks.num_pages
+    image_segments[:, 1] += pages + chunks.num_pages
+    own[:, 2] += pages + chunks.num_pages + images.num_pages
+    chunk_segments = _array(chunks.segments, SEGMENT)
+    chunk_segments[:, 1] += pages
+    num_small, num_large = len(image_small) + len(own), sizes[2] // LARGE
+    header = (num_small, small_at, num_large, large_at, segments_at, entries_at)
+    merges_at = HEADER + len(first)
+    array = np.concatenate(
+        [
+            np.asarray((*header, merges_at, 0), np.int32),
+            first,
+            merges.reshape(-1),
+            image_small.reshape(-1),
+            own.reshape(-1),
+            _array(chunks.large, LARGE).reshape(-1),
+            image_large.reshape(-1),
+            chunk_segments.reshape(-1),
+            image_segments.reshape(-1),
+            _array(chunks.entries, ENTRY).reshape(-1),
+            _array(images.entries, ENTRY).reshape(-1),
+            *chunks.pages,
+            *images.pages,
+            *(r.pages for r in single),
+        ]
+    )
+    return WorkTables(array, num_small, num_large, int(slots.sum()))

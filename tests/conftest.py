@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -13,6 +14,10 @@ from mmserve.tokenizer import Tokenizer
 
 # Read when PyTorch is first imported; see mmserve.__main__._share_cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+# Read when Triton's kernels are first imported, which importing transformers does.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 

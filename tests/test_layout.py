@@ -20,7 +20,7 @@ LINKS = {"vision": "vision", "kernels": "kernels", "configs": "configs", "webui"
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
-TYPES = {"config", "errors", "request", "prompt", "tokenizer", "metrics"}
+TYPES = {"config", "errors", "request", "prompt", "tokenizer", "metrics", "energy"}
 BOOKS = {"cache.page_pool", "cache.radix_cache", "cache.vision_index"}  # page counts, no tensors
 
 # What a part may import of the package; a name covers its submodules. Each part may import itself.
@@ -30,6 +30,7 @@ ALLOWED = {
     "request": set(),
     "tokenizer": set(),
     "metrics": set(),
+    "energy": set(),
     "prompt": {"errors", "request", "tokenizer"},
     "kernels": set(),
     "vision": {"config", "errors", "kernels"},

@@ -19,6 +19,7 @@ from torch.nn.attention import sdpa_kernel
 
 from mmserve.cache.kv_pool import KVPool
 from mmserve.engine.model_runner import Logits, ModelRunner
+from mmserve.engine.transfer import send, upload
 from mmserve.kernels import work
 from mmserve.kernels.attention import Launch, Scratch
 from mmserve.kernels.gemv import gemv
@@ -74,6 +75,7 @@ class CUDARunner(ModelRunner):
     """Fuses `loaded.lm` in place. Without CUDA it runs uncaptured, in Triton's interpreter."""
 
     overlaps = True
+    shares = True  # an image of several sequences is read once for all of them
 
     def _fuse(self) -> None:
         layers = self.lm.model.layers
@@ -85,13 +87,10 @@ class CUDARunner(ModelRunner):
             fuse(self.lm, table=self.table, weights="dense")
         config = self.lm.config
         heads, dim = config.num_attention_heads, self.text.shape.head_dim
-        self._group = heads // config.num_key_value_heads
+        self._builder = work.WorkBuilder(heads // config.num_key_value_heads)
         self._scratch = Scratch(SCRATCH_SLOTS, heads, dim, self.device)
         self._work = torch.zeros(WORK_INTS, dtype=torch.int32, device=self.device)
         self._on_gpu = self.device.type == "cuda"
-        self._staging = [
-            torch.zeros(WORK_INTS, dtype=torch.int32, pin_memory=self._on_gpu) for _ in range(2)
-        ]
         self._previous = torch.zeros(MOST_SEQUENCES, dtype=torch.long, device=self.device)
         self._embeds = torch.zeros(
             BUCKETS[-1], config.hidden_size, dtype=self.text.shape.dtype, device=self.device
@@ -131,7 +130,7 @@ class CUDARunner(ModelRunner):
         to the last bit, whatever else waits.
         """
         with sdpa_kernel(BACKENDS, set_priority=True):
-            embeds = self.vision_model.encode(pixels.to(self.device, non_blocking=True))[0]
+            embeds = self.vision_model.encode(send(pixels, self.device))[0]
         count, page_size = len(embeds), self.vision.shape.page_size
         pages = np.asarray(job.pages, np.int32)
         index = np.arange(count, dtype=np.int32)
@@ -159,8 +158,8 @@ class CUDARunner(ModelRunner):
         if sampling == list(range(len(chunks))) == last:
             picked = hidden[: len(chunks)]
         else:
-            picked = hidden[torch.tensor([last[i] for i in sampling]).to(self.device)]
-        return Logits([chunks[i] for i in sampling], self._logits(picked).float())
+            picked = hidden[upload([last[i] for i in sampling], torch.long, self.device)]
+        return Logits([chunks[i] for i in sampling], self._logits(picked))
 
     def _lay_out(self, chunks: list[Chunk]) -> tuple[Any, list[work.Reader], list[int]]:
         """Token ids, positions and slots [3, T], who reads what, and each chunk's last row."""
@@ -213,14 +212,14 @@ class CUDARunner(ModelRunner):
         padded[:, :count] = rows
         alone = [r for r in readers if self._reads_itself(r)]
         paged = [r for r in readers if not self._reads_itself(r)] if alone else readers
-        tables = work.build(paged, self._group, bucket, rows=padded)
+        tables = self._builder.build(paged, bucket, rows=padded, share=self.shares)
         assert tables.num_slots <= SCRATCH_SLOTS and len(tables.array) <= WORK_INTS, "step too long"
         self._upload(tables.array)
         launch = Launch(
             self._programs(tables.small),
             self._programs(tables.large),
             tables.num_slots > 0 or tables.small > 0,
-            work.HEADER + 3 * bucket,
+            tables.small * own.shape.num_kv_heads <= self._processors,
         )
         shape = Shape(bucket, own is self.vision, launch)
         if not captured:
@@ -242,7 +241,7 @@ class CUDARunner(ModelRunner):
         first, count = reader.first_row, reader.count
         padded = np.zeros(-(-count // DENSE_MULTIPLE) * DENSE_MULTIPLE, np.int64)
         padded[:count] = slots[first : first + count]
-        return DenseChunk(first, count, torch.from_numpy(padded).to(self.device))
+        return DenseChunk(first, count, send(torch.from_numpy(padded), self.device))
 
     def _programs(self, items: int) -> int:
         """How many programs to start: few sizes, so that few graphs are captured."""
@@ -252,9 +251,9 @@ class CUDARunner(ModelRunner):
         return most if items * self.text.shape.num_kv_heads > self._processors else self._processors
 
     def _upload(self, array: Any) -> None:
-        self._staging.reverse()
-        staged = self._staging[0][: len(array)]
-        staged.numpy()[:] = array
+        tables = torch.from_numpy(array)
+        # The allocator of pinned memory keeps the copy's source until the stream has read it.
+        staged = tables.pin_memory() if self._on_gpu else tables
         self._work[: len(array)].copy_(staged, non_blocking=True)
 
     def _capture(self, shape: Shape) -> tuple[Any, Tensor]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
 from mmserve.engine.live import Live
+from mmserve.engine.meter import board_meter, step_work
 from mmserve.engine.model_runner import build_runner
 from mmserve.engine.sampler import Drawn, Sampler
 from mmserve.engine.vision_pipeline import VisionPipeline
@@ -53,6 +54,7 @@ class Engine:
         self.spec = spec
         self.max_model_len = spec.max_model_len
         self.metrics = Metrics()
+        self.energy = board_meter(loaded, self.metrics)
         self.runner = build_runner(loaded, config.cache, dtype=config.model.dtype)
         names = map(loaded.tokenizer.id_to_token, self.runner.eos_token_ids)
         self.tokenizer = Tokenizer(loaded.tokenizer, [name for name in names if name])
@@ -102,6 +104,8 @@ class Engine:
         seq = Sequence(request)
         room = min(self.max_model_len - seq.length, self.scheduler.text_capacity - seq.num_tokens)
         seq.token_limit = min(seq.token_limit, seq.num_tokens + room)
+        if not self._live:
+            self.energy.idle()
         self._live[request.id] = Live(seq, self.tokenizer)
         self.scheduler.add(seq)
         self.metrics.prompt_tokens.inc(seq.length)
@@ -199,6 +203,8 @@ class Engine:
                 self._retire(live)
         self.metrics.generation_tokens.inc(len(landed))
         self._count(flight)
+        if self.energy.enabled:
+            self.energy.share(step_work(flight.batch))
 
     def _finish(self, live: Live, reason: FinishReason, error: str | None = None) -> None:
         self._outbox.append((live.request.id, live.end(reason, error)))
@@ -209,6 +215,8 @@ class Engine:
         del self._live[live.request.id]
         elapsed = time.monotonic() - live.request.arrival
         self.metrics.e2e_request_latency_seconds.observe(elapsed)
+        if self.energy.enabled:
+            self.metrics.request_energy_joules.observe(self.energy.close(live.request.id))
 
     # -- figures --------------------------------------------------------------------------------
 

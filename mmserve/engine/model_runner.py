@@ -21,7 +21,7 @@ from mmserve.scheduler.batch import Batch, Chunk, ImageJob
 
 
 class Logits(NamedTuple):
-    """`values` [C, vocab] float32: the next token's logits of each sampling chunk, in order."""
+    """`values` [C, vocab], floats: the next token's logits of each sampling chunk, in order."""
 
     chunks: list[Chunk]
     values: Tensor

@@ -169,13 +169,14 @@ class Sampler:
     ) -> Drawn:
         """Choose one token for each row, without waiting for the device where that can be.
 
-        logits: [B, V] float32, any device, left as they are. states: one per row. previous: the
+        logits: [B, V] floats, any device, left as they are. states: one per row. previous: the
         tokens of the step before, if it has not landed.
         """
         assert logits.ndim == 2 and len(logits) == len(states), "one state per row of logits"
         choice = self._kernels(logits)
         if all(state.plain for state in states):
             return Drawn(choice.best(logits) if choice else logits.argmax(-1))
+        logits = logits.float()
         adjusted = self._adjust(logits, states, previous)
         rows = [i for i, state in enumerate(states) if not state.greedy]
         if choice:

@@ -3,16 +3,11 @@ Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from mmserve.kernels import attention, work
 from mmserve.kernels.reference import rope_table
@@ -54,7 +49,7 @@ def attend(
 ) -> torch.Tensor:
     shape = scene.shape
     q = scene.q.to(DEVICE, dtype)
-    tables = work.build(some, shape.group, len(q), share=share)
+    tables = work.WorkBuilder(shape.group).build(some, len(q), share=share)
     heads = shape.kv_heads * shape.group
     scratch = attention.Scratch(tables.num_slots + 1, heads, shape.dim, q.device)
     scratch.parts.fill_(torch.nan)
@@ -140,12 +135,11 @@ def test_an_image_of_several_sequences_is_read_once(image_tokens: int) -> None:
     ]
     together, apart = (attend(scene, shared, share=share) for share in (True, False))
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
-    tables = work.build(shared, 4, 6)
-    pages = -(-image_tokens // 16)
-    plain = work.build(shared, 4, 6, share=False)
-    assert len(tables.array) < len(plain.array)
-    spare = 5 * pages  # five copies of the page list are gone, and five sequences' segments
-    assert len(plain.array) - len(tables.array) >= spare
+    tables, plain = (
+        work.WorkBuilder(4).build(shared, 6, share=share).array for share in (True, False)
+    )
+    copies = 5 * -(-image_tokens // 16)  # of the image's page ids
+    assert len(plain) - len(tables) >= copies
 
 
 def test_programs_may_be_fewer_or_more_than_tasks() -> None:
