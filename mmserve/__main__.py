@@ -158,9 +158,24 @@ def _bench_engine(args: argparse.Namespace) -> None:
     bench_engine(suite, engine_config(args).model)
 
 
+def _bench_kernels(args: argparse.Namespace) -> None:
+    from mmserve.bench.kernels import KernelSuite, bench_kernels  # Triton is there on Linux only
+
+    bench_kernels(
+        KernelSuite(
+            device=args.device,
+            budget_s=args.budget_seconds,
+            json=args.json,
+            command=shlex.join(["mmserve", *sys.argv[1:]]),
+            seed=args.seed,
+        )
+    )
+
+
 def _bench(args: argparse.Namespace) -> None:
-    if args.workload == "engine":
-        return _bench_engine(args)
+    suites = {"engine": _bench_engine, "kernels": _bench_kernels}
+    if args.workload in suites:
+        return suites[args.workload](args)
     from mmserve.bench.command import Options, bench
     from mmserve.bench.workload import WORKLOADS
 
@@ -182,7 +197,7 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
     from mmserve.bench.workload import WORKLOADS
 
     add = parser.add_argument
-    add("workload", choices=(*WORKLOADS, "engine"), help="or a suite of engine measurements")
+    add("workload", choices=(*WORKLOADS, "engine", "kernels"), help="or a suite of figures")
     add("--sessions", type=_count, help="users (this and the next: default by workload)")
     add("--turns", type=_count, help="of each user")
     add("--images", type=_count, help="in view of a turn")
@@ -191,7 +206,7 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     add("--shape", choices=SHAPE_NAMES, default=DEFAULT, help="engine: model dimensions")
-    add("--budget-seconds", type=_count, default=300, help="engine: no case starts later")
+    add("--budget-seconds", type=_count, default=300, help="of a suite: no case starts later")
     add("--step-tokens", type=_count, default=8192, help="engine: text tokens in one step")
     add("--peer", choices=("transformers",), help="compare with its generate, in the same run")
     add(
