@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmserve.kernels.chain import chained
-from mmserve.kernels.work import ENTRY, LARGE, LARGE_ROWS, SEGMENT, SMALL, SMALL_ROWS
+from mmserve.kernels.work import ENTRY, LARGE, LONG_ROWS, SEGMENT, SMALL, SMALL_ROWS
 
 
 @triton.jit
@@ -308,12 +308,14 @@ def _merge(
 
 class Launch(NamedTuple):
     """How a step's tables are run: programs for small and for large items (0: there are none of
-    the kind), whether any row has partial results, and whether the small items are too few to
+    the kind), how many partial results are joined at a time (0: no row has any; 1: strictly one
+    after the other), the rows of large items' tiles, and whether the small items are too few to
     fill the device, so that each should be quick."""
 
     small: int
     large: int
-    merge: bool
+    merge: int
+    tile_rows: int = LONG_ROWS
     few: bool = False
 
 
@@ -325,12 +327,19 @@ class Scratch:
         self.lses = torch.empty(slots, heads, dtype=torch.float32, device=device)
 
 
-def _tuning(many: bool, few: bool, dim: int, itemsize: int) -> dict[str, int]:
+def _tuning_small(few: bool, dim: int, itemsize: int) -> dict[str, int]:
     """Block sizes by measurement on an H200."""
     if few and dim <= 128 and itemsize == 2:
         return {"BLOCK_N": 64, "num_warps": 2, "num_stages": 2}
-    if not many:
-        return {"BLOCK_N": 32, "num_warps": 1 if dim <= 128 else 2, "num_stages": 3}
+    return {"BLOCK_N": 32, "num_warps": 1 if dim <= 128 else 2, "num_stages": 3}
+
+
+def _tuning_large(tile_rows: int, dim: int, itemsize: int) -> dict[str, int]:
+    """As above. A short tile is two small ones side by side: the same instructions for each row,
+    and so the same bits."""
+    if tile_rows < 64:
+        warps = _tuning_small(False, dim, itemsize)["num_warps"] * tile_rows // SMALL_ROWS
+        return {"BLOCK_N": 32, "num_warps": warps, "num_stages": 3}
     narrow = dim > 128 or itemsize > 2
     return {"BLOCK_N": 32 if narrow else 64, "num_warps": 8 if dim > 64 else 4, "num_stages": 2}
 
@@ -363,15 +372,16 @@ def paged_attention(
     if launch.small:
         _attend_one[(launch.small,)](
             work, q, *results, *pools, rope, scale, BLOCK_M=SMALL_ROWS,
-            SMALL=SMALL, **shape, **_tuning(False, launch.few, dim, q.element_size()),
+            SMALL=SMALL, **shape, **_tuning_small(launch.few, dim, q.element_size()),
         )  # fmt: skip
     if launch.large:
         _attend_many[(launch.large,)](
-            work, q, *results, *pools, rope, scale, BLOCK_M=LARGE_ROWS, LARGE=LARGE, ENTRY=ENTRY,
-            SEGMENT=SEGMENT, **shape, **_tuning(True, False, dim, q.element_size()),
+            work, q, *results, *pools, rope, scale, BLOCK_M=launch.tile_rows, LARGE=LARGE,
+            ENTRY=ENTRY, SEGMENT=SEGMENT, **shape,
+            **_tuning_large(launch.tile_rows, dim, q.element_size()),
         )  # fmt: skip
     if launch.merge:
         _merge[(len(q), heads)](
-            work, *results, H=heads, D=dim, WIDE=wide, BLOCK_P=16,
+            work, *results, H=heads, D=dim, WIDE=wide, BLOCK_P=launch.merge,
             num_warps=1 if wide <= 128 else 2, **chained(q.device),
         )  # fmt: skip

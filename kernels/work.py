@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,26 +34,34 @@ Int32s = npt.NDArray[np.int32]
 
 HEADER, SMALL, LARGE, ENTRY, SEGMENT = 8, 6, 5, 4, 6
 
-# Rows (queries times query heads of a KV head) that share one reading of keys.
-SMALL_ROWS, LARGE_ROWS = 16, 128
+# Rows (queries times query heads of a KV head) that share one reading of keys: in a small item, and
+# in large ones of short steps and of long. Up to SHORT_ROWS a row's bits do not depend on the tile.
+SMALL_ROWS, SHORT_ROWS, LONG_ROWS = 16, 32, 128
 
-# Longer chunks have queries enough to fill the device unsplit.
-SHORT_CHUNK = 64
+# Longer chunks have queries enough to fill the device unsplit; so have those whose context would
+# take too much room for partial results.
+SHORT_CHUNK, SHORT_PARTS = 256, 8192
 
-
-# Keys of one item of a split context, by the query's own context, so that its bits do not depend on
-# its batch mates: up to 640 keys 64, and so on. Short contexts want many programs, long few slots.
-_CONTEXTS = np.array([640, 1280, 2560])
-_SPLITS = np.array([64, 128, 256, 512])
+IMAGE_SPLIT = 256  # keys of one item of an image
 
 
-def split_sizes(contexts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    sizes: npt.NDArray[np.int64] = _SPLITS[np.searchsorted(_CONTEXTS, contexts)]
-    return sizes
+class Splits(NamedTuple):
+    """Keys of one item of a split context, by the query's own context, so that its bits do not
+    depend on its batch mates: sizes[i] up to contexts[i] keys, the last beyond."""
+
+    contexts: tuple[int, ...] = (640, 1280, 2560, 65_536)
+    sizes: tuple[int, ...] = (64, 128, 256, 512, 4096)
+
+    def of(self, contexts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = np.searchsorted(self.contexts, contexts)
+        return np.array(self.sizes)[found]
+
+    def cuts(self, context: int) -> range:
+        return range(0, context, int(self.of(np.asarray(context))))
 
 
-def _cuts(num_keys: int) -> range:
-    return range(0, num_keys, int(split_sizes(np.asarray(num_keys))))
+# Short contexts want many programs, long ones few partial results.
+SPLITS = Splits()
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,7 @@ class _Tables:
     """Items in the making. Page ids are found by their place among `pages`."""
 
     group: int
+    tile_rows: int
     small: list[tuple[int, ...]] = field(default_factory=list)
     large: list[tuple[int, ...]] = field(default_factory=list)
     segments: list[tuple[int, ...]] = field(default_factory=list)
@@ -116,7 +126,7 @@ class _Tables:
 
     def add_large(self, first: int, count: int, segments: tuple[int, int], part: int) -> None:
         """Entries [first, first + count) over the segments, in tiles."""
-        most = LARGE_ROWS // self.group
+        most = max(self.tile_rows // self.group, 1)
         for at in range(first, first + count, most):
             self.large.append((at, min(most, first + count - at), *segments, part))
 
@@ -133,11 +143,12 @@ class WorkBuilder:
     """Builds the tables of one step after another; what a batch of decoding sequences reads of
     images stays from step to step and is kept."""
 
-    def __init__(self, group: int) -> None:
+    def __init__(self, group: int, splits: Splits = SPLITS) -> None:
         """`group`: query heads per KV head."""
-        assert group <= LARGE_ROWS, "more query heads per KV head than a tile has rows"
-        self.group = group
-        self._known: tuple[tuple[tuple[int, Sequence[ImagePart]], ...], bool, _Tables] | None = None
+        assert group <= LONG_ROWS, "more query heads per KV head than a tile has rows"
+        self.group, self.splits = group, splits
+        self.short_rows = SHORT_ROWS if group <= SHORT_ROWS else LONG_ROWS
+        self._known: tuple[_Seen, tuple[bool, int], _Tables] | None = None
 
     def build(
         self,
@@ -146,21 +157,28 @@ class WorkBuilder:
         *,
         rows: Int32s | None = None,
         share: bool = True,
+        long: bool = False,
     ) -> WorkTables:
-        """The tables of one step of `num_rows` rows.
+        """The tables of one step of `num_rows` rows; `long`: large items have LONG_ROWS, else
+        `short_rows`.
 
         `rows` int32 [N]: what stands after the header. `share` False reads an image once for each
         of its readers.
         """
         single = [r for r in readers if r.count == 1 and self.group <= SMALL_ROWS]
         chunks = [r for r in readers if r.count > 1 or self.group > SMALL_ROWS]
-        tables = _Tables(self.group)
+        tables = _Tables(self.group, LONG_ROWS if long else self.short_rows)
         for reader in chunks:
-            (_add_long if reader.count > SHORT_CHUNK else _add_short)(tables, reader)
-        images = self._images(single, share)
-        return _pack(tables, images, single, num_rows, rows)
+            parts = len(self.splits.cuts(reader.last_hi)) + len(reader.images)
+            if reader.count > SHORT_CHUNK or reader.count * parts > SHORT_PARTS:
+                _add_long(tables, reader)
+            else:
+                _add_short(tables, reader, self.splits)
+        images = self._images(single, share, tables.tile_rows)
+        own = _own_items(single, images, self.splits)
+        return _pack(tables, images, single, own, num_rows, rows)
 
-    def _images(self, single: list[Reader], share: bool) -> _Tables:
+    def _images(self, single: list[Reader], share: bool, tile_rows: int) -> _Tables:
         seen = tuple(
             (
                 r.first_row,
@@ -168,10 +186,11 @@ class WorkBuilder:
             )
             for r in single
         )
-        if self._known is not None and self._known[1] == share and _same(self._known[0], seen):
+        how = (share, tile_rows)
+        if self._known is not None and self._known[1] == how and _same(self._known[0], seen):
             return self._known[2]
-        tables = _image_tables(self.group, seen, share)
-        self._known = (seen, share, tables)
+        tables = _image_tables(_Tables(self.group, tile_rows), seen, share)
+        self._known = (seen, how, tables)
         return tables
 
 
@@ -188,9 +207,8 @@ def _same(a: _Seen, b: _Seen) -> bool:
     )
 
 
-def _image_tables(group: int, seen: _Seen, share: bool) -> _Tables:
+def _image_tables(tables: _Tables, seen: _Seen, share: bool) -> _Tables:
     """What single queries read of images: those of several queries once for all of them."""
-    tables = _Tables(group)
     holders: dict[Hashable, int] = {}
     for _, images in seen:
         for image in images:
@@ -199,7 +217,7 @@ def _image_tables(group: int, seen: _Seen, share: bool) -> _Tables:
     for row, images in seen:
         part = 0
         for image in images:
-            cuts = _cuts(image.num_tokens)
+            cuts = range(0, image.num_tokens, IMAGE_SPLIT)
             if share and holders[image.key] > 1:
                 shared.setdefault(image.key, (image, []))[1].append((row, part, image.base, 1))
             else:
@@ -210,26 +228,26 @@ def _image_tables(group: int, seen: _Seen, share: bool) -> _Tables:
             part += len(cuts)
         tables.parts[row] = part
     for image, entries in shared.values():
-        first, pages, cuts = len(tables.entries), tables.table(image.pages), _cuts(image.num_tokens)
+        first, pages = len(tables.entries), tables.table(image.pages)
         tables.entries += entries
-        for part, cut in enumerate(cuts):
-            stop = min(cut + cuts.step, image.num_tokens)
+        for part, cut in enumerate(range(0, image.num_tokens, IMAGE_SPLIT)):
+            stop = min(cut + IMAGE_SPLIT, image.num_tokens)
             tables.segments.append((1, pages, cut, stop, 0, -1))
             tables.add_large(first, len(entries), (len(tables.segments) - 1, 1), part)
     return tables
 
 
-def _add_short(t: _Tables, reader: Reader) -> None:
-    """Items of some queries over a split context."""
+def _add_short(t: _Tables, reader: Reader, splits: Splits) -> None:
+    """Items of some queries over a split context; images first, as for single queries."""
     first = t.add_entries(reader)
-    table = t.table(reader.pages)
-    cuts = _cuts(reader.last_hi)
-    runs = [(0, table, at, min(at + cuts.step, reader.last_hi), 0, 0) for at in cuts]
+    runs = []
     for image in _visible(reader):
-        pages, cuts = t.table(image.pages), _cuts(image.num_tokens)
-        for at in cuts:
-            stop = min(at + cuts.step, image.num_tokens)
+        pages = t.table(image.pages)
+        for at in range(0, image.num_tokens, IMAGE_SPLIT):
+            stop = min(at + IMAGE_SPLIT, image.num_tokens)
             runs.append((1, pages, at, stop, image.base, image.threshold))
+    table, cuts = t.table(reader.pages), splits.cuts(reader.last_hi)
+    runs += [(0, table, at, min(at + cuts.step, reader.last_hi), 0, 0) for at in cuts]
     for part, run in enumerate(runs):
         t.segments.append(run)
         t.add_large(first, reader.count, (len(t.segments) - 1, 1), part)
@@ -241,7 +259,7 @@ def _add_long(t: _Tables, reader: Reader) -> None:
     step = 0 if reader.whole else 1
     table = t.table(reader.pages)
     images = [(image, t.table(image.pages)) for image in reader.images]
-    most = LARGE_ROWS // t.group
+    most = max(t.tile_rows // t.group, 1)
     start = t.add_entries(reader)
     for at in reversed(range(0, reader.count, most)):
         size = min(most, reader.count - at)
@@ -254,13 +272,13 @@ def _add_long(t: _Tables, reader: Reader) -> None:
         t.large.append((start + at, size, first, len(t.segments) - first, 0))
 
 
-def _own_items(single: list[Reader], images: _Tables) -> tuple[Int32s, Int32s]:
+def _own_items(single: list[Reader], images: _Tables, splits: Splits) -> tuple[Int32s, Int32s]:
     """Small items over the sequences' own keys [n, 6], page ids counted from the first reader's,
     and how many each reader has."""
     if not single:
         return np.zeros((0, SMALL), np.int32), np.zeros(0, np.int32)
     context = np.array([r.hi for r in single])
-    size = split_sizes(context)
+    size = splits.of(context)
     count = -(-context // size)
     reader = np.repeat(np.arange(len(single)), count)
     part = np.arange(len(reader)) - np.repeat(np.cumsum(count) - count, count)
@@ -290,10 +308,11 @@ def _pack(
     chunks: _Tables,
     images: _Tables,
     single: list[Reader],
+    own_items: tuple[Int32s, Int32s],
     num_rows: int,
     rows: Int32s | None,
 ) -> WorkTables:
-    own, own_parts = _own_items(single, images)
+    own, own_parts = own_items
     parts = np.zeros(num_rows, np.int32)
     for row, count in chunks.parts.items():
         parts[row] = count

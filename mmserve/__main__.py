@@ -63,7 +63,9 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=model.model, help="a name in configs/models/ or a JSON like those")
     add("--served-model-name", help="the id in /v1/models (default: the model's own name)")
-    add("--dtype", default=model.dtype, choices=("auto", "float32", "int8"), help="weights")
+    dtypes = ("auto", "float32", "bfloat16", "int8")
+    add("--dtype", default=model.dtype, choices=dtypes, help="weights")
+    add("--deterministic", action="store_true", help="the same bits in any company")
     add("--device", default=model.device, choices=("auto", "cpu", "cuda"))
     add("--no-lora", action="store_true", help="serve the base model's own text weights")
     add("--max-model-len", type=_count, help="tokens, text and image")
@@ -92,6 +94,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             model=args.model,
             served_name=args.served_model_name,
             dtype=args.dtype,
+            deterministic=args.deterministic,
             device=args.device,
             lora=not args.no_lora,
             max_model_len=args.max_model_len,

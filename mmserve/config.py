@@ -30,7 +30,8 @@ class ModelConfig:
 
     model: str = "smolvision-135m"  # a name in configs/models/ or the path of such a JSON
     served_name: str | None = None  # the id in /v1/models; default: the model's own name
-    dtype: str = "auto"  # auto | float32 | int8 (weights; CPUs that multiply bytes)
+    dtype: str = "auto"  # auto | float32 | int8 (CPU) | bfloat16 (CUDA)
+    deterministic: bool = False  # a request's bits do not depend on what runs beside it
     device: str = "auto"  # auto | cpu | cuda
     lora: bool = True  # False serves the untouched base model's text weights
     max_model_len: int | None = None  # tokens, text and image; default: the model's own

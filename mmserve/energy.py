@@ -2,13 +2,16 @@
 
 Owns the reader (NVML, where it is installed) and `EnergyMeter`. Knows nothing of tensors, queues or
 metrics. The counter of a board moves every 20 to 100 ms, which is many decode steps, and a call
-takes time itself; so work is collected and each movement is shared out over all of it.
+takes some milliseconds itself; so a thread of its own reads it, work is collected, and each
+movement is shared out over all of it.
 """
 
 from __future__ import annotations
 
 import enum
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -73,6 +76,32 @@ def board_reader(uuid: str) -> Reader | None:
     except pynvml.NVMLError:
         return None
     return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(board)) / 1e3
+
+
+class Background:
+    """A reader whose calls are free: a thread of its own asks the slow one now and then.
+
+    The thread ends with this object.
+    """
+
+    def __init__(self, read: Reader, every_s: float = READ_EVERY_S) -> None:
+        self.joules = read()
+        arguments = (weakref.ref(self), read, every_s)
+        threading.Thread(target=_keep_reading, args=arguments, name="energy", daemon=True).start()
+
+    def __call__(self) -> float:
+        return self.joules
+
+
+def _keep_reading(holder: weakref.ref[Background], read: Reader, every_s: float) -> None:
+    while True:
+        time.sleep(every_s)
+        joules = read()
+        held = holder()
+        if held is None:
+            return
+        held.joules = joules
+        del held
 
 
 class EnergyMeter:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
 from mmserve.cache.kv_pool import KVPool
+from mmserve.config import CacheConfig
 from mmserve.engine.model_runner import Logits, ModelRunner
 from mmserve.engine.transfer import send, upload
 from mmserve.kernels import work
@@ -32,16 +33,21 @@ from mmserve.model.cuda_layer import (
     rms_norm,
 )
 from mmserve.model.fuse import fuse
+from mmserve.model.loader import LoadedModel
 from mmserve.request import Sequence
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
 
 # Steps of at most so many rows are captured; longer ones hide their launches behind their work.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
-SCRATCH_SLOTS = 16_384  # partial results of one step
-WORK_INTS = 1 << 21
-MOST_SEQUENCES = 8192  # whose tokens one step can choose
+# Deterministic steps are always of so many rows: the libraries' products choose their order of
+# summation by the number of rows, and by nothing else that differs between a request's companies.
+SLICE = 64
+FIXED_SPLIT = work.Splits((), (256,))
+
+PARTS_AT_ONCE = 16  # partial results that are joined together
 PROGRAMS_PER_PROCESSOR = 16  # of the attention over small items
+MOST_SEQUENCES = 8192  # whose tokens one step can choose
 
 
 class Shape(NamedTuple):
@@ -61,6 +67,10 @@ class _Lane:
     count: int
     images: tuple[work.ImagePart, ...]
 
+    def position(self, index: int) -> int:
+        """Of a text token by its text index."""
+        return index + sum(i.num_tokens for i in self.images if i.threshold <= index)
+
     def cover(self, num_pages: int) -> Any:
         """int32 [num_pages]."""
         if num_pages > len(self.pages):
@@ -77,6 +87,14 @@ class CUDARunner(ModelRunner):
     overlaps = True
     shares = True  # an image of several sequences is read once for all of them
 
+    def __init__(
+        self, loaded: LoadedModel, cache: CacheConfig, *, dtype: str, deterministic: bool = False
+    ) -> None:
+        """`deterministic`: a request's logits have the same bits whatever runs beside it and
+        however its prompt was cut, at the price of slower prefill."""
+        self.deterministic = deterministic
+        super().__init__(loaded, cache, dtype=dtype)
+
     def _fuse(self) -> None:
         layers = self.lm.model.layers
         self._fused = all(CUDALayer.fits(layer) for layer in layers)
@@ -86,17 +104,18 @@ class CUDARunner(ModelRunner):
         else:
             fuse(self.lm, table=self.table, weights="dense")
         config = self.lm.config
-        heads, dim = config.num_attention_heads, self.text.shape.head_dim
-        self._builder = work.WorkBuilder(heads // config.num_key_value_heads)
-        self._scratch = Scratch(SCRATCH_SLOTS, heads, dim, self.device)
-        self._work = torch.zeros(WORK_INTS, dtype=torch.int32, device=self.device)
+        self._heads = config.num_attention_heads
+        splits = FIXED_SPLIT if self.deterministic else work.SPLITS
+        self._builder = work.WorkBuilder(self._heads // config.num_key_value_heads, splits)
+        self._buckets = tuple(b for b in BUCKETS if not self.deterministic or b % SLICE == 0)
         self._on_gpu = self.device.type == "cuda"
+        self._slots = self._ints = 0
+        self._make_room(slots=4096, ints=1 << 18)
         self._previous = torch.zeros(MOST_SEQUENCES, dtype=torch.long, device=self.device)
         self._embeds = torch.zeros(
             BUCKETS[-1], config.hidden_size, dtype=self.text.shape.dtype, device=self.device
         )
         self._lanes: weakref.WeakKeyDictionary[Sequence, _Lane] = weakref.WeakKeyDictionary()
-        self._graphs: dict[Shape, tuple[Any, Tensor]] = {}
         self._processors = 1
         self._memory: Any = None  # of all graphs together: only one runs at a time
         if self._on_gpu:
@@ -114,7 +133,7 @@ class CUDARunner(ModelRunner):
         if not self._on_gpu:
             return
         pages = np.zeros(80, np.int32)
-        for count in BUCKETS:
+        for count in self._buckets:
             rows = np.full((3, count), [[0], [0], [-1]], np.int32)
             for context in (1, 1 + 16 * len(pages) // 2):
                 readers = [work.Reader(row, 1, context, pages) for row in range(count)]
@@ -150,6 +169,8 @@ class CUDARunner(ModelRunner):
         chunks = sorted(batch.chunks, key=lambda c: c.count > 1)
         if previous is not None:
             self._previous[: len(previous)] = previous
+        if self.deterministic:
+            return self._run_sliced(chunks)
         rows, readers, last = self._lay_out(chunks)
         hidden = self._run(readers, rows, self.text)
         sampling = [i for i, c in enumerate(chunks) if c.samples]
@@ -161,26 +182,55 @@ class CUDARunner(ModelRunner):
             picked = hidden[upload([last[i] for i in sampling], torch.long, self.device)]
         return Logits([chunks[i] for i in sampling], self._logits(picked))
 
+    def _run_sliced(self, chunks: list[Chunk]) -> Logits | None:
+        """The same in steps of SLICE rows, one after another."""
+        slices: list[list[Chunk]] = [[]]
+        room = SLICE
+        for chunk in chunks:
+            start, end = chunk.start, chunk.start + chunk.count
+            while start < end:
+                count = min(end - start, room)
+                samples = chunk.samples and start + count == end
+                slices[-1].append(Chunk(chunk.seq, start, count, samples))
+                start, room = start + count, room - count
+                if not room:
+                    slices.append([])
+                    room = SLICE
+        values = []
+        for part in filter(None, slices):
+            rows, readers, last = self._lay_out(part)
+            logits = self._logits(self._run(readers, rows, self.text))
+            picked = [row for row, chunk in zip(last, part, strict=True) if chunk.samples]
+            values.append(logits[upload(picked, torch.long, self.device)])
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        return Logits(sampling, torch.cat(values)) if sampling else None
+
     def _lay_out(self, chunks: list[Chunk]) -> tuple[Any, list[work.Reader], list[int]]:
         """Token ids, positions and slots [3, T], who reads what, and each chunk's last row."""
         ids: list[int] = []
-        positions, slots, readers, last = [], [], [], []
-        page_size = self.text.shape.page_size
+        positions: list[int] = []
+        slots: list[int] = []
+        readers, last = [], []
+        size = self.text.shape.page_size
         for chunk in chunks:
-            seq, end = chunk.seq, chunk.start + chunk.count
+            seq, start, end = chunk.seq, chunk.start, chunk.start + chunk.count
             lane = self._lane(seq)
-            pages = lane.cover(-(-end // page_size))
-            index = np.arange(chunk.start, end, dtype=np.int32)
-            readers.append(work.Reader(len(ids), chunk.count, chunk.start + 1, pages, lane.images))
-            ids += seq.token_ids[chunk.start : end]
-            shift = np.zeros_like(index)
-            for image in lane.images:
-                shift += np.where(index >= image.threshold, np.int32(image.num_tokens), 0)
-            positions.append(index + shift)
-            slots.append(pages[index // page_size] * page_size + index % page_size)
+            pages = lane.cover(-(-end // size))
+            readers.append(work.Reader(len(ids), chunk.count, start + 1, pages, lane.images))
+            if chunk.count == 1:
+                ids.append(seq.token_ids[start])
+                positions.append(lane.position(start))
+                slots.append(seq.pages[start // size] * size + start % size)
+            else:
+                ids += seq.token_ids[start:end]
+                index = np.arange(start, end)
+                shift = np.zeros_like(index)
+                for image in lane.images:
+                    shift += np.where(index >= image.threshold, image.num_tokens, 0)
+                positions += (index + shift).tolist()
+                slots += (pages[index // size] * size + index % size).tolist()
             last.append(len(ids) - 1)
-        rows = np.stack([np.asarray(ids), np.concatenate(positions), np.concatenate(slots)])
-        return rows.astype(np.int32), readers, last
+        return np.array([ids, positions, slots], np.int32), readers, last
 
     def _lane(self, seq: Sequence) -> _Lane:
         lane = self._lanes.get(seq)
@@ -206,22 +256,31 @@ class CUDARunner(ModelRunner):
         """The normed hidden states [>= T, hidden] of a step; `embeds` in place of token ids."""
         count = rows.shape[1]
         captured = self._on_gpu and self._fused and count <= BUCKETS[-1]
-        bucket = next(b for b in BUCKETS if b >= count) if captured else count
+        bucket = count
+        if captured:
+            bucket = next(b for b in self._buckets if b >= count)
+        elif self.deterministic and self._fused:
+            bucket = -(-count // SLICE) * SLICE
         padded = np.zeros((3, bucket), np.int32)
         padded[2] = -1
         padded[:, :count] = rows
         alone = [r for r in readers if self._reads_itself(r)]
         paged = [r for r in readers if not self._reads_itself(r)] if alone else readers
-        tables = self._builder.build(paged, bucket, rows=padded, share=self.shares)
-        assert tables.num_slots <= SCRATCH_SLOTS and len(tables.array) <= WORK_INTS, "step too long"
+        tables = self._builder.build(
+            paged, bucket, rows=padded, share=self.shares, long=not captured
+        )
+        self._make_room(tables.num_slots, len(tables.array))
         self._upload(tables.array)
         launch = Launch(
             self._programs(tables.small),
             self._programs(tables.large),
-            tables.num_slots > 0 or tables.small > 0,
-            tables.small * own.shape.num_kv_heads <= self._processors,
+            (1 if self.deterministic else PARTS_AT_ONCE) * (tables.num_slots + tables.small > 0),
+            self._builder.short_rows if captured else work.LONG_ROWS,
+            tables.small * own.shape.num_kv_heads <= self._processors and not self.deterministic,
         )
         shape = Shape(bucket, own is self.vision, launch)
+        if embeds is not None and not captured:
+            embeds = functional.pad(embeds, (0, 0, 0, bucket - count))
         if not captured:
             return self._compute(shape, embeds, tuple(self._dense(r, rows[2]) for r in alone))
         if embeds is not None:
@@ -232,9 +291,25 @@ class CUDARunner(ModelRunner):
         graph.replay()
         return hidden
 
+    def _make_room(self, slots: int, ints: int) -> None:
+        """Scratch for so many partial results and tables of so many numbers, or more.
+
+        What was captured before is gone with the place it used.
+        """
+        if slots <= self._slots and ints <= self._ints:
+            return
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self._slots, self._ints = max(slots, 2 * self._slots), max(ints, 2 * self._ints)
+        dim = self.text.shape.head_dim
+        self._graphs: dict[Shape, tuple[Any, Tensor]] = {}
+        self._scratch = Scratch(self._slots, self._heads, dim, self.device)
+        self._work = torch.zeros(self._ints, dtype=torch.int32, device=self.device)
+
     def _reads_itself(self, reader: work.Reader) -> bool:
         """Whether a library's causal attention over the chunk alone is all it takes."""
         alone = reader.hi == 1 and not reader.images and not reader.whole
+        alone = alone and not self.deterministic
         return alone and reader.count > BUCKETS[-1] and self.text.shape.dtype.itemsize == 2
 
     def _dense(self, reader: work.Reader, slots: Any) -> DenseChunk:

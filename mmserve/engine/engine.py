@@ -55,7 +55,7 @@ class Engine:
         self.max_model_len = spec.max_model_len
         self.metrics = Metrics()
         self.energy = board_meter(loaded, self.metrics)
-        self.runner = build_runner(loaded, config.cache, dtype=config.model.dtype)
+        self.runner = build_runner(loaded, config.cache, config.model)
         names = map(loaded.tokenizer.id_to_token, self.runner.eos_token_ids)
         self.tokenizer = Tokenizer(loaded.tokenizer, [name for name in names if name])
         self.template = ChatTemplate(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmserve.energy import EnergyMeter, Part, Weights, Work, board_reader
+from mmserve.energy import Background, EnergyMeter, Part, Weights, Work, board_reader
 from mmserve.metrics import Metrics
 from mmserve.model.loader import LoadedModel
 from mmserve.request import Sequence
@@ -26,7 +26,8 @@ def board_meter(loaded: LoadedModel, metrics: Metrics) -> EnergyMeter:
     Call before the runner fuses the model. Encodes one blank image where there is a counter.
     """
     on_gpu = loaded.device.type == "cuda"
-    reader = board_reader(board_uuid(loaded.device)) if on_gpu else None
+    counter = board_reader(board_uuid(loaded.device)) if on_gpu else None
+    reader = Background(counter) if counter else None
     return EnergyMeter(
         reader,
         image_weights(loaded) if reader else Weights(image_miss=1.0),

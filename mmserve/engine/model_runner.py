@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
-from mmserve.config import CacheConfig
+from mmserve.config import CacheConfig, ModelConfig
 from mmserve.engine.plan import build_image, build_step
 from mmserve.kernels.reference import rope_table
 from mmserve.model import attention
@@ -132,10 +132,13 @@ class ModelRunner:
         return hidden
 
 
-def build_runner(loaded: LoadedModel, cache: CacheConfig, *, dtype: str) -> ModelRunner:
-    """The runner of the model's device."""
+def build_runner(loaded: LoadedModel, cache: CacheConfig, model: ModelConfig) -> ModelRunner:
+    """The runner of the model's device. Raises ValueError for what the device cannot do."""
     if loaded.device.type == "cuda":
         from mmserve.engine.cuda_runner import CUDARunner  # Triton is there on Linux only
 
-        return CUDARunner(loaded, cache, dtype=dtype)
-    return ModelRunner(loaded, cache, dtype=dtype)
+        return CUDARunner(loaded, cache, dtype=model.dtype, deterministic=model.deterministic)
+    runner = ModelRunner(loaded, cache, dtype=model.dtype)
+    if model.deterministic and runner.dtype != "int8":
+        raise ValueError("on a CPU only dtype int8 is deterministic")
+    return runner

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from mmserve.config import CacheConfig, ModelConfig
 from mmserve.engine import engine as engine_module
 from mmserve.engine.cuda_runner import CUDARunner
 from mmserve.engine.engine import Engine
-from mmserve.request import Segment, TextSegment
+from mmserve.request import SamplingParams, Segment, TextSegment
 from tests.engine.driver import Driver, picture, words
 from tests.engine.tiny import tiny_config, tiny_model
 from tests.model.dense import dense_logits, embed
 
+BRIEF = SamplingParams(max_tokens=3, temperature=0.0)
+
+
+def on_the_gpus_runner(loaded: Any, cache: CacheConfig, model: ModelConfig) -> CUDARunner:
+    return CUDARunner(loaded, cache, dtype=model.dtype, deterministic=model.deterministic)
+
 
 @pytest.fixture(params=["fused", "as transformers has it"])
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    monkeypatch.setattr(engine_module, "build_runner", CUDARunner)
+    monkeypatch.setattr(engine_module, "build_runner", on_the_gpus_runner)
     if request.param != "fused":
         monkeypatch.setattr("mmserve.engine.cuda_runner.CUDALayer.fits", lambda layer: False)
-    model = tiny_model()
+    return make_driver()
+
+
+def make_driver(*, deterministic: bool = False, budget: int = 100) -> Driver:
+    model, config = tiny_model(), tiny_config(max_num_batched_tokens=budget)
+    config = replace(config, model=replace(config.model, deterministic=deterministic))
     if torch.cuda.is_available():
         model.device = torch.device("cuda")
         model.lm.to("cuda"), model.vision.to("cuda")
-    return Driver(Engine(tiny_config(max_num_batched_tokens=100), model))
+    return Driver(Engine(config, model))
 
 
 def mixes(driver: Driver) -> list[tuple[Segment, ...]]:
@@ -60,3 +73,23 @@ def test_a_known_image_is_not_computed_again(driver: Driver) -> None:
     driver.run()
     assert driver.engine.metrics.vision_encoder_runs.collect() == runs
     assert driver.tokens(first) == driver.tokens(again)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="64 rows a step, interpreted, take long")
+def test_deterministic_logits_do_not_depend_on_company_or_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "build_runner", on_the_gpus_runner)
+    crowd = make_driver(deterministic=True, budget=37)
+    ids = [crowd.submit(segments, BRIEF) for segments in mixes(crowd)]
+    crowd.run()
+    for request, segments in zip(ids, mixes(crowd), strict=True):
+        alone = make_driver(deterministic=True)
+        lonely = alone.submit(segments, BRIEF)
+        alone.run()
+        together, apart = (
+            torch.stack(d.logits[r])[: BRIEF.max_tokens]
+            for d, r in ((crowd, request), (alone, lonely))
+        )
+        assert torch.equal(together, apart)

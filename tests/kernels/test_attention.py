@@ -46,10 +46,12 @@ def attend(
     share: bool = True,
     dtype: torch.dtype = torch.float32,
     programs: int = 7,
+    long: bool = False,
 ) -> torch.Tensor:
     shape = scene.shape
     q = scene.q.to(DEVICE, dtype)
-    tables = work.WorkBuilder(shape.group).build(some, len(q), share=share)
+    builder = work.WorkBuilder(shape.group)
+    tables = builder.build(some, len(q), share=share, long=long)
     heads = shape.kv_heads * shape.group
     scratch = attention.Scratch(tables.num_slots + 1, heads, shape.dim, q.device)
     scratch.parts.fill_(torch.nan)
@@ -66,7 +68,10 @@ def attend(
         scratch,
         out,
         attention.Launch(
-            programs * (tables.small > 0), programs * (tables.large > 0), tables.num_slots > 0
+            programs * (tables.small > 0),
+            programs * (tables.large > 0),
+            16 * (tables.num_slots > 0),
+            work.LONG_ROWS if long else builder.short_rows,
         ),
     )
     return out.cpu()
