@@ -110,16 +110,14 @@ class CUDARunner(ModelRunner):
         self._buckets = tuple(b for b in BUCKETS if not self.deterministic or b % SLICE == 0)
         self._on_gpu = self.device.type == "cuda"
         self._slots = self._ints = 0
-        self._make_room(slots=4096, ints=1 << 18)
+        self._make_room(slots=8192, ints=1 << 18)
         self._previous = torch.zeros(MOST_SEQUENCES, dtype=torch.long, device=self.device)
         self._embeds = torch.zeros(
             BUCKETS[-1], config.hidden_size, dtype=self.text.shape.dtype, device=self.device
         )
         self._lanes: weakref.WeakKeyDictionary[Sequence, _Lane] = weakref.WeakKeyDictionary()
         self._processors = 1
-        self._memory: Any = None  # of all graphs together: only one runs at a time
         if self._on_gpu:
-            self._memory = torch.cuda.graph_pool_handle()
             # At 8 to 128 rows its choices read weights up to a tenth faster than cuBLAS's own.
             torch.backends.cuda.preferred_blas_library("cublaslt")
             self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -300,6 +298,8 @@ class CUDARunner(ModelRunner):
             return
         if self._on_gpu:
             torch.cuda.synchronize()
+            # Memory of all graphs together: only one runs at a time. Its handle dies with them.
+            self._memory = torch.cuda.graph_pool_handle()
         self._slots, self._ints = max(slots, 2 * self._slots), max(ints, 2 * self._ints)
         dim = self.text.shape.head_dim
         self._graphs: dict[Shape, tuple[Any, Tensor]] = {}

@@ -32,7 +32,7 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     return make_driver()
 
 
-def make_driver(*, deterministic: bool = False, budget: int = 100) -> Driver:
+def make_driver(*, deterministic: bool = False, budget: int = 40) -> Driver:
     model, config = tiny_model(), tiny_config(max_num_batched_tokens=budget)
     config = replace(config, model=replace(config.model, deterministic=deterministic))
     if torch.cuda.is_available():
@@ -47,15 +47,15 @@ def mixes(driver: Driver) -> list[tuple[Segment, ...]]:
     return [
         (words(1, 5),),
         (a, words(2, 20), b, words(3, 1)),
-        (words(4, 40), a, words(5, 7)),
-        (words(6, 90), b, a, words(7, 33), a, words(8, 2)),
+        (words(4, 18), a, words(5, 7)),
+        (words(6, 30), b, a, words(7, 9), a, words(8, 2)),
     ]
 
 
 def test_logits_are_the_dense_models(driver: Driver) -> None:
     dense: Any = tiny_model()
     asked = mixes(driver)
-    ids = [driver.submit(segments) for segments in asked]
+    ids = [driver.submit(segments, BRIEF) for segments in asked]
     driver.run()
     for request, segments in zip(ids, asked, strict=True):
         tokens = driver.tokens(request)
@@ -66,10 +66,10 @@ def test_logits_are_the_dense_models(driver: Driver) -> None:
 
 
 def test_a_known_image_is_not_computed_again(driver: Driver) -> None:
-    first = driver.submit((driver.image(picture(3)), words(1, 4)))
+    first = driver.submit((driver.image(picture(3)), words(1, 4)), BRIEF)
     driver.run()
     runs = driver.engine.metrics.vision_encoder_runs.collect()
-    again = driver.submit((driver.image(picture(3)), words(1, 4)))
+    again = driver.submit((driver.image(picture(3)), words(1, 4)), BRIEF)
     driver.run()
     assert driver.engine.metrics.vision_encoder_runs.collect() == runs
     assert driver.tokens(first) == driver.tokens(again)
@@ -93,3 +93,17 @@ def test_deterministic_logits_do_not_depend_on_company_or_chunks(
             for d, r in ((crowd, request), (alone, lonely))
         )
         assert torch.equal(together, apart)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is captured on a CPU")
+def test_what_was_captured_is_captured_again_in_larger_room(
+    driver: Driver,
+) -> None:
+    first = driver.submit((words(1, 5),), BRIEF)
+    driver.run()
+    runner: Any = driver.engine.runner
+    runner._make_room(slots=20_000, ints=1 << 19)
+    again = driver.submit((words(1, 5),), BRIEF)
+    driver.run()
+    assert driver.tokens(first) == driver.tokens(again)
