@@ -38,9 +38,9 @@ HEADER, SMALL, LARGE, ENTRY, SEGMENT = 8, 6, 5, 4, 6
 # in large ones of short steps and of long. Up to SHORT_ROWS a row's bits do not depend on the tile.
 SMALL_ROWS, SHORT_ROWS, LONG_ROWS = 16, 32, 128
 
-# Longer chunks have queries enough to fill the device unsplit; so have those whose context would
-# take too much room for partial results.
-SHORT_CHUNK, SHORT_PARTS = 256, 8192
+# Longer chunks have queries enough to fill the device unsplit; so have together those that would
+# take more room for partial results.
+SHORT_CHUNK, SHORT_PARTS = 256, 16_384
 
 IMAGE_SPLIT = 256  # keys of one item of an image
 
@@ -51,6 +51,11 @@ class Splits(NamedTuple):
 
     contexts: tuple[int, ...] = (640, 1280, 2560, 65_536)
     sizes: tuple[int, ...] = (64, 128, 256, 512, 4096)
+
+    @property
+    def fixed(self) -> bool:
+        """One size always, and every chunk is cut: bits depend on nothing else."""
+        return not self.contexts
 
     def of(self, contexts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         found: npt.NDArray[np.int64] = np.searchsorted(self.contexts, contexts)
@@ -168,12 +173,14 @@ class WorkBuilder:
         single = [r for r in readers if r.count == 1 and self.group <= SMALL_ROWS]
         chunks = [r for r in readers if r.count > 1 or self.group > SMALL_ROWS]
         tables = _Tables(self.group, LONG_ROWS if long else self.short_rows)
+        room = SHORT_PARTS
         for reader in chunks:
             parts = len(self.splits.cuts(reader.last_hi)) + len(reader.images)
-            if reader.count > SHORT_CHUNK or reader.count * parts > SHORT_PARTS:
-                _add_long(tables, reader)
-            else:
+            room -= reader.count * parts
+            if self.splits.fixed or (reader.count <= SHORT_CHUNK and room >= 0):
                 _add_short(tables, reader, self.splits)
+            else:
+                _add_long(tables, reader)
         images = self._images(single, share, tables.tile_rows)
         own = _own_items(single, images, self.splits)
         return _pack(tables, images, single, own, num_rows, rows)

@@ -9,6 +9,7 @@ movement is shared out over all of it.
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 import time
 import weakref
@@ -17,6 +18,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 READ_EVERY_S = 0.05
+MOST_WORK = 100_000  # kept while a counter stands still
+
+logger = logging.getLogger(__name__)
 
 Reader = Callable[[], float]  # joules since the driver was loaded
 
@@ -96,7 +100,11 @@ class Background:
 def _keep_reading(holder: weakref.ref[Background], read: Reader, every_s: float) -> None:
     while True:
         time.sleep(every_s)
-        joules = read()
+        try:
+            joules = read()
+        except Exception:  # a board that is gone: the last value stays
+            logger.exception("the board's energy counter cannot be read any more")
+            return
         held = holder()
         if held is None:
             return
@@ -143,6 +151,8 @@ class EnergyMeter:
         if self._read is None:
             return
         self._work += work
+        if len(self._work) > MOST_WORK:
+            self._work = []
         if self._work and self._clock() >= self._due:
             self._spend()
 

@@ -20,7 +20,7 @@ from torch.nn.attention import sdpa_kernel
 from mmserve.cache.kv_pool import KVPool
 from mmserve.config import CacheConfig
 from mmserve.engine.model_runner import Logits, ModelRunner
-from mmserve.engine.transfer import send, upload
+from mmserve.engine.transfer import resolve_pending, send, upload
 from mmserve.kernels import work
 from mmserve.kernels.attention import Launch, Scratch
 from mmserve.kernels.gemv import gemv
@@ -47,7 +47,7 @@ FIXED_SPLIT = work.Splits((), (256,))
 
 PARTS_AT_ONCE = 16  # partial results that are joined together
 PROGRAMS_PER_PROCESSOR = 16  # of the attention over small items
-MOST_SEQUENCES = 8192  # whose tokens one step can choose
+MOST_SEQUENCES = 65_536  # whose tokens one step can choose
 
 
 class Shape(NamedTuple):
@@ -66,10 +66,6 @@ class _Lane:
     pages: Any
     count: int
     images: tuple[work.ImagePart, ...]
-
-    def position(self, index: int) -> int:
-        """Of a text token by its text index."""
-        return index + sum(i.num_tokens for i in self.images if i.threshold <= index)
 
     def cover(self, num_pages: int) -> Any:
         """int32 [num_pages]."""
@@ -92,12 +88,19 @@ class CUDARunner(ModelRunner):
     ) -> None:
         """`deterministic`: a request's logits have the same bits whatever runs beside it and
         however its prompt was cut, at the price of slower prefill."""
-        self.deterministic = deterministic
+        self._sliced = deterministic
+        self._image_tokens = loaded.spec.num_image_tokens
         super().__init__(loaded, cache, dtype=dtype)
+
+    @property
+    def deterministic(self) -> bool:
+        return self._sliced
 
     def _fuse(self) -> None:
         layers = self.lm.model.layers
         self._fused = all(CUDALayer.fits(layer) for layer in layers)
+        if self._sliced and not self._fused:
+            raise ValueError("deterministic needs Llama-style layers")
         if self._fused:
             for index, layer in enumerate(layers):
                 layers[index] = CUDALayer(layer)
@@ -105,9 +108,9 @@ class CUDARunner(ModelRunner):
             fuse(self.lm, table=self.table, weights="dense")
         config = self.lm.config
         self._heads = config.num_attention_heads
-        splits = FIXED_SPLIT if self.deterministic else work.SPLITS
+        splits = FIXED_SPLIT if self._sliced else work.SPLITS
         self._builder = work.WorkBuilder(self._heads // config.num_key_value_heads, splits)
-        self._buckets = tuple(b for b in BUCKETS if not self.deterministic or b % SLICE == 0)
+        self._buckets = tuple(b for b in BUCKETS if not self._sliced or b % SLICE == 0)
         self._on_gpu = self.device.type == "cuda"
         self._slots = self._ints = 0
         self._make_room(slots=8192, ints=1 << 18)
@@ -124,20 +127,27 @@ class CUDARunner(ModelRunner):
 
     @torch.inference_mode()
     def _warm_up(self, width: int) -> None:
-        """Compile and capture what the first requests need: steps of short and of long contexts.
+        """Compile and capture what the first requests need: short and long contexts, chunks, both.
 
         Writes nothing.
         """
-        if not self._on_gpu:
+        if not self._on_gpu or not self._fused:
             return
-        pages = np.zeros(80, np.int32)
+        pages, long = np.zeros(80, np.int32), 641
         for count in self._buckets:
             rows = np.full((3, count), [[0], [0], [-1]], np.int32)
-            for context in (1, 1 + 16 * len(pages) // 2):
+            for context in (1, long):
                 readers = [work.Reader(row, 1, context, pages) for row in range(count)]
                 self._run(readers, rows, self.text)
             if count > 1:
-                self._run([work.Reader(0, count, 1, pages)], rows, self.text)
+                one, rest = work.Reader(0, 1, long, pages), work.Reader(1, count - 1, long, pages)
+                self._run([work.Reader(0, count, long, pages)], rows, self.text)
+                self._run([one, rest], rows, self.text)
+        count = self._image_tokens
+        rows = np.full((3, count), [[0], [0], [-1]], np.int32)
+        image = work.Reader(0, count, count, np.zeros(count, np.int32), whole=True)
+        blank = torch.zeros(count, width, dtype=self.text.shape.dtype, device=self.device)
+        self._run([image], rows, self.vision, blank)
 
     @torch.inference_mode()
     def encode(self, job: ImageJob, pixels: Tensor) -> None:
@@ -167,7 +177,7 @@ class CUDARunner(ModelRunner):
         chunks = sorted(batch.chunks, key=lambda c: c.count > 1)
         if previous is not None:
             self._previous[: len(previous)] = previous
-        if self.deterministic:
+        if self._sliced:
             return self._run_sliced(chunks)
         rows, readers, last = self._lay_out(chunks)
         hidden = self._run(readers, rows, self.text)
@@ -197,9 +207,11 @@ class CUDARunner(ModelRunner):
         values = []
         for part in filter(None, slices):
             rows, readers, last = self._lay_out(part)
-            logits = self._logits(self._run(readers, rows, self.text))
+            hidden = self._run(readers, rows, self.text)
             picked = [row for row, chunk in zip(last, part, strict=True) if chunk.samples]
-            values.append(logits[upload(picked, torch.long, self.device)])
+            if picked:
+                index = upload(picked, torch.long, self.device)
+                values.append(self._logits(hidden)[index])
         sampling = [chunk for chunk in chunks if chunk.samples]
         return Logits(sampling, torch.cat(values)) if sampling else None
 
@@ -217,7 +229,7 @@ class CUDARunner(ModelRunner):
             readers.append(work.Reader(len(ids), chunk.count, start + 1, pages, lane.images))
             if chunk.count == 1:
                 ids.append(seq.token_ids[start])
-                positions.append(lane.position(start))
+                positions.append(seq.position(start))
                 slots.append(seq.pages[start // size] * size + start % size)
             else:
                 ids += seq.token_ids[start:end]
@@ -257,7 +269,7 @@ class CUDARunner(ModelRunner):
         bucket = count
         if captured:
             bucket = next(b for b in self._buckets if b >= count)
-        elif self.deterministic and self._fused:
+        elif self._sliced and self._fused:
             bucket = -(-count // SLICE) * SLICE
         padded = np.zeros((3, bucket), np.int32)
         padded[2] = -1
@@ -272,9 +284,9 @@ class CUDARunner(ModelRunner):
         launch = Launch(
             self._programs(tables.small),
             self._programs(tables.large),
-            (1 if self.deterministic else PARTS_AT_ONCE) * (tables.num_slots + tables.small > 0),
+            (1 if self._sliced else PARTS_AT_ONCE) * (tables.num_slots + tables.small > 0),
             self._builder.short_rows if captured else work.LONG_ROWS,
-            tables.small * own.shape.num_kv_heads <= self._processors and not self.deterministic,
+            tables.small * own.shape.num_kv_heads <= self._processors and not self._sliced,
         )
         shape = Shape(bucket, own is self.vision, launch)
         if embeds is not None and not captured:
@@ -309,7 +321,7 @@ class CUDARunner(ModelRunner):
     def _reads_itself(self, reader: work.Reader) -> bool:
         """Whether a library's causal attention over the chunk alone is all it takes."""
         alone = reader.hi == 1 and not reader.images and not reader.whole
-        alone = alone and not self.deterministic
+        alone = alone and not self._sliced
         return alone and reader.count > BUCKETS[-1] and self.text.shape.dtype.itemsize == 2
 
     def _dense(self, reader: work.Reader, slots: Any) -> DenseChunk:
@@ -360,9 +372,8 @@ class CUDARunner(ModelRunner):
         )
         if embeds is None:
             wanted = ids.long()
-            pending = self._previous[(-wanted - 1).clamp_(0, len(self._previous) - 1)]
-            known = torch.where(wanted < 0, pending, wanted)
-            embeds = functional.embedding(known, self.lm.get_input_embeddings().weight)
+            known = resolve_pending(wanted, self._previous)
+            embeds = self.lm.get_input_embeddings()(known)
         if not self._fused:
             return self._forward(embeds[None], positions.long()[None], step)[0]
         x = embeds[None].clone()

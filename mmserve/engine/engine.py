@@ -193,6 +193,8 @@ class Engine:
             return
         tokens = flight.drawn.land()
         now = time.monotonic()
+        if self.energy.enabled:  # before anybody ends: a request's last step is its own
+            self.energy.share(step_work(flight.batch))
         # Whoever has ended meanwhile gets no more tokens.
         landed = [(i, t) for i, t in zip(flight.live, tokens, strict=True) if not i.seq.finished]
         for live, token in landed:
@@ -203,8 +205,6 @@ class Engine:
                 self._retire(live)
         self.metrics.generation_tokens.inc(len(landed))
         self._count(flight)
-        if self.energy.enabled:
-            self.energy.share(step_work(flight.batch))
 
     def _finish(self, live: Live, reason: FinishReason, error: str | None = None) -> None:
         self._outbox.append((live.request.id, live.end(reason, error)))

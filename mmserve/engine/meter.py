@@ -66,18 +66,23 @@ def image_flops(loaded: LoadedModel) -> int:
 
 
 def step_work(batch: Batch) -> list[Work]:
-    """A launched step's tokens and images. An image is charged to the first that waits for it."""
+    """A launched step's tokens and images. An image is charged to the first that waits for it;
+    what was computed for a request that has ended, to nobody."""
     work = []
     for chunk in batch.chunks:
         seq, ends = chunk.seq, chunk.start + chunk.count
         decodes = chunk.count == 1 and ends > seq.num_prompt_tokens
-        work.append(Work(Part.DECODE if decodes else Part.PROMPT, chunk.count, seq.id))
+        work.append(Work(Part.DECODE if decodes else Part.PROMPT, chunk.count, _payer(seq)))
         if hits := _found(seq) if chunk.start == seq.num_cached_tokens else 0:
-            work.append(Work(Part.IMAGE_HIT, hits, seq.id))
+            work.append(Work(Part.IMAGE_HIT, hits, _payer(seq)))
     for job in batch.images:
-        waiting = (c.seq.id for c in batch.chunks if _shows(c.seq, job.image.digest))
+        waiting = (_payer(c.seq) for c in batch.chunks if _shows(c.seq, job.image.digest))
         work.append(Work(Part.IMAGE_MISS, 1, next(waiting, None)))
     return work
+
+
+def _payer(seq: Sequence) -> str | None:
+    return None if seq.finished else seq.id
 
 
 def _found(seq: Sequence) -> int:

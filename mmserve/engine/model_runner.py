@@ -13,8 +13,10 @@ from torch import Tensor
 from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
 from mmserve.config import CacheConfig, ModelConfig
 from mmserve.engine.plan import build_image, build_step
+from mmserve.kernels.chain import has_kernels
 from mmserve.kernels.reference import rope_table
 from mmserve.model import attention
+from mmserve.model.cpu_layer import CPULayer
 from mmserve.model.fuse import fuse
 from mmserve.model.loader import LoadedModel
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
@@ -28,13 +30,30 @@ class Logits(NamedTuple):
 
 
 def resolve_dtype(name: str, device: torch.device) -> str:
-    """`auto` is int8 on a CPU, bfloat16 on a GPU. Raises ValueError."""
-    known = ("int8", "float32") if device.type == "cpu" else ("bfloat16", "float32")
+    """`auto` is int8 on a CPU, bfloat16 on a GPU with our kernels, else float32.
+
+    Raises ValueError.
+    """
+    known = ["float32"]
+    if device.type == "cpu":
+        known = ["int8", "float32"]
+    elif has_kernels(device):
+        known = ["bfloat16", "float32"]
     if name == "auto":
         return known[0]
     if name not in known:
         raise ValueError(f"dtype {name!r} is none of auto, {', '.join(known)} on {device.type}")
     return name
+
+
+def _refuse_window(config: Any, max_model_len: int) -> None:
+    """Every layer here reads the whole context. Raises ValueError."""
+    window = getattr(config, "sliding_window", None)
+    if window and window < max_model_len and getattr(config, "use_sliding_window", True):
+        raise ValueError(
+            f"the model's layers see {window} tokens at a time, which is not served yet; "
+            f"set max_model_len to {window} or less"
+        )
 
 
 class ModelRunner:
@@ -54,6 +73,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(dtype, self.device)
         if self.dtype == "bfloat16":
             self.lm.to(torch.bfloat16)
+        _refuse_window(config, loaded.spec.max_model_len)
         theta = config.rope_parameters["rope_theta"]
         self.table = rope_table(loaded.spec.max_model_len, head_dim, theta)
         self.table = self.table.to(self.device)
@@ -73,6 +93,11 @@ class ModelRunner:
         self.lm.config._attn_implementation = attention.NAME
         self._fuse()
         self._warm_up(config.hidden_size)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether a request's bits do not depend on what runs beside it."""
+        return self.dtype == "int8" and all(isinstance(m, CPULayer) for m in self.lm.model.layers)
 
     def _fuse(self) -> None:
         fuse(self.lm, table=self.table, weights=self.dtype)
@@ -134,11 +159,11 @@ class ModelRunner:
 
 def build_runner(loaded: LoadedModel, cache: CacheConfig, model: ModelConfig) -> ModelRunner:
     """The runner of the model's device. Raises ValueError for what the device cannot do."""
-    if loaded.device.type == "cuda":
-        from mmserve.engine.cuda_runner import CUDARunner  # Triton is there on Linux only
+    if has_kernels(loaded.device):
+        from mmserve.engine.cuda_runner import CUDARunner  # imports Triton
 
         return CUDARunner(loaded, cache, dtype=model.dtype, deterministic=model.deterministic)
     runner = ModelRunner(loaded, cache, dtype=model.dtype)
-    if model.deterministic and runner.dtype != "int8":
-        raise ValueError("on a CPU only dtype int8 is deterministic")
+    if model.deterministic and not runner.deterministic:
+        raise ValueError("deterministic needs dtype int8 and Llama-style layers on this device")
     return runner

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mmserve.engine.transfer import download, resolve_pending, send, upload
 from mmserve.errors import RequestError
+from mmserve.kernels.chain import has_kernels
 from mmserve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class Sampler:
 
     def _kernels(self, logits: Tensor) -> Choice | None:
         """The GPU's kernels, imported where there is a GPU; None where they do not serve."""
-        if not logits.is_cuda:
+        if not has_kernels(logits.device):
             return None
         from mmserve.engine import choice
 

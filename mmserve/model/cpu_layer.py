@@ -46,9 +46,11 @@ class CPULayer(nn.Module):
     @staticmethod
     def fits(layer: Any) -> bool:
         """Whether a decoder layer is of the kind this class computes."""
-        return type(layer).__name__ == "LlamaDecoderLayer" and not any(
-            isinstance(m, nn.Linear) and m.bias is not None for m in layer.modules()
-        )
+        if type(layer).__name__ != "LlamaDecoderLayer":
+            return False
+        linears: list[Any] = [m for m in layer.modules() if isinstance(m, nn.Linear)]
+        gated = type(layer.mlp.act_fn).__name__.startswith("SiLU")
+        return gated and all(m.bias is None and m.in_features % 2 == 0 for m in linears)
 
     def forward(self, hidden_states: Tensor, *_: Any, step: Step, **__: Any) -> Tensor:
         """hidden_states [1, T, hidden] float32 -> the same, updated in place."""

@@ -118,8 +118,8 @@ class CUDALayer(nn.Module):
             return False
         attend, mlp = layer.self_attn, layer.mlp
         plain = (attend.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        window = getattr(attend, "sliding_window", None)
-        return all(linear.bias is None for linear in plain) and window is None
+        gated = type(mlp.act_fn).__name__.startswith("SiLU")
+        return gated and all(linear.bias is None for linear in plain)
 
     def forward(self, hidden_states: Tensor, *_: Any, step: CUDAStep, **__: Any) -> Tensor:
         """hidden_states [1, T, hidden] -> the same, updated in place."""

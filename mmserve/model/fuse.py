@@ -113,12 +113,19 @@ class TableRotary(nn.Module):
         return cos, sin
 
 
-def _pack(parent: nn.Module, names: tuple[str, ...], kind: type[nn.Module]) -> None:
+def _held(weight: Tensor, bias: Tensor | None, weights: str) -> nn.Module:
+    """A linear layer with `weights`; the 8-bit product multiplies pairs of inputs."""
+    if weights == "int8" and weight.shape[1] % 2 == 0:
+        return Int8Linear(weight, bias)
+    return DenseLinear(weight, bias)
+
+
+def _pack(parent: nn.Module, names: tuple[str, ...], weights: str) -> None:
     layers = [getattr(parent, name) for name in names]
     weight = torch.cat([layer.weight.detach() for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = torch.cat(biases).detach() if biases else None
-    pack = Pack(kind(weight, bias), [layer.out_features for layer in layers])
+    pack = Pack(_held(weight, bias, weights), [layer.out_features for layer in layers])
     setattr(parent, names[0], PackedFirst(pack))
     for name in names[1:]:
         setattr(parent, name, PackedNext(pack))
@@ -126,7 +133,6 @@ def _pack(parent: nn.Module, names: tuple[str, ...], kind: type[nn.Module]) -> N
 
 def fuse(lm: Any, *, table: Tensor, weights: str) -> None:
     """Fuse a causal LM in place. `weights` is "int8" or "dense"; `table` is `rope_table`'s."""
-    kind: type[nn.Module] = Int8Linear if weights == "int8" else DenseLinear
     if weights == "int8":
         layers = lm.model.layers
         for index, layer in enumerate(layers):
@@ -135,11 +141,11 @@ def fuse(lm: Any, *, table: Tensor, weights: str) -> None:
     for parent in list(lm.modules()):
         for names in PACKS:
             if all(isinstance(getattr(parent, name, None), nn.Linear) for name in names):
-                _pack(parent, names, kind)
+                _pack(parent, names, weights)
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
                 bias = None if child.bias is None else child.bias.detach()
-                setattr(parent, name, kind(child.weight.detach(), bias))
+                setattr(parent, name, _held(child.weight.detach(), bias, weights))
             elif type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
                 norm: Any = child
                 setattr(parent, name, FusedRMSNorm(norm.weight.detach(), norm.variance_epsilon))

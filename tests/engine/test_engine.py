@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmserve.engine.engine import Engine
 from mmserve.errors import ContextLengthExceededError
 from mmserve.request import (
     FinishReason,
@@ -23,7 +24,15 @@ from mmserve.request import (
     Usage,
 )
 from tests.engine.driver import GREEDY, Driver, picture, words
-from tests.engine.tiny import END, IMAGE_TOKENS, MAX_LEN, TinyVision, build_tiny, tiny_config
+from tests.engine.tiny import (
+    END,
+    IMAGE_TOKENS,
+    MAX_LEN,
+    TinyVision,
+    build_tiny,
+    tiny_config,
+    tiny_model,
+)
 
 A, B, C = picture(1), picture(2), picture(3)
 
@@ -345,3 +354,10 @@ def test_two_thousand_distinct_images_leave_memory_flat() -> None:
     gc.collect()
     assert not alive, "an image is kept after its request"
     assert grown < 16 * 1024, f"{grown} KiB more after 1,500 more images"
+
+
+def test_a_model_with_a_window_is_refused_by_name() -> None:
+    model = tiny_model()
+    model.lm.config.sliding_window = 64
+    with pytest.raises(ValueError, match="64 tokens at a time"):
+        Engine(tiny_config(), model)

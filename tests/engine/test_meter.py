@@ -72,3 +72,12 @@ def test_on_a_cpu_nothing_is_metered() -> None:
     meter = board_meter(tiny_model(), Metrics())
     meter.share([Work(Part.DECODE, 1, "a")])
     assert meter.close("a") == 0
+
+
+def test_what_was_computed_for_a_request_that_has_ended_is_nobodys() -> None:
+    driver = Driver(build_tiny(tiny_config()))
+    request = driver.submit((words(1, 9),))
+    batch = driver.engine.scheduler.schedule()
+    assert {w.request_id for w in step_work(batch)} == {request}
+    driver.engine.abort(request)
+    assert {w.request_id for w in step_work(batch)} == {None}

@@ -183,3 +183,15 @@ def test_the_table_rotary_gives_both_halves_of_each_position() -> None:
     for row, position in enumerate((0, 99, 7)):
         assert torch.equal(cos[0, row], table[position, 0].repeat(2))
         assert torch.equal(sin[0, row], table[position, 1].repeat(2))
+
+
+def test_layers_of_odd_width_keep_their_own_weights() -> None:
+    lm: Any = nn.Module()
+    lm.model, lm.lm_head = nn.Module(), nn.Linear(7, 5, bias=False)
+    lm.model.layers = nn.ModuleList()
+    fuse(lm, table=rope_table(8, DIM, THETA), weights="int8")
+    assert isinstance(lm.lm_head, DenseLinear)
+
+
+def test_a_layer_with_another_gate_is_left_to_transformers() -> None:
+    assert not any(CPULayer.fits(layer) for layer in llama(hidden_act="gelu").model.layers)
