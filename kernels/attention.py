@@ -15,7 +15,7 @@ that holds everything its queries read writes the result itself.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mmserve.kernels.chain import chained
-from mmserve.kernels.work import ENTRY, LARGE, LONG_ROWS, SEGMENT, SMALL, SMALL_ROWS
+from mmserve.kernels.launch import Launch
+from mmserve.kernels.work import ENTRY, LARGE, SEGMENT, SMALL, SMALL_ROWS
 
 
 @triton.jit
@@ -304,19 +305,6 @@ def _merge(
         result = acc / tl.maximum(total, 1e-30)
         at_out = (row.to(tl.int64) * H + head) * D + wide
         tl.store(out + at_out, result.to(out.dtype.element_ty), mask=wide < D)
-
-
-class Launch(NamedTuple):
-    """How a step's tables are run: programs for small and for large items (0: there are none of
-    the kind), how many partial results are joined at a time (0: no row has any; 1: strictly one
-    after the other), the rows of large items' tiles, and whether the small items are too few to
-    fill the device, so that each should be quick."""
-
-    small: int
-    large: int
-    merge: int
-    tile_rows: int = LONG_ROWS
-    few: bool = False
 
 
 class Scratch:

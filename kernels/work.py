@@ -101,12 +101,14 @@ class Reader:
 
 @dataclass
 class WorkTables:
-    """`array` int32; `small`, `large`: items of either kind; `num_slots`: partial results."""
+    """`array` int32; `small`, `large`: items of either kind; `num_slots`: partial results;
+    `tile_rows` of large items."""
 
     array: Int32s
     small: int
     large: int
     num_slots: int
+    tile_rows: int
 
 
 @dataclass
@@ -366,4 +368,4 @@ def _pack(
             *(r.pages for r in single),
         ]
     )
-    return WorkTables(array, num_small, num_large, int(slots.sum()))
+    return WorkTables(array, num_small, num_large, int(slots.sum()), chunks.tile_rows)

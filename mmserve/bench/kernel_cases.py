@@ -23,9 +23,9 @@ from torch.nn.attention import sdpa_kernel
 from mmserve.bench.ceilings import Ceilings, median_seconds
 from mmserve.bench.dims import MISTRAL_7B, TextDims
 from mmserve.bench.suite import Case, Line
-from mmserve.engine.cuda_runner import PARTS_AT_ONCE, PROGRAMS_PER_PROCESSOR
 from mmserve.kernels import attention, sampling, work
 from mmserve.kernels.gemv import gemv
+from mmserve.kernels.launch import Launch
 from mmserve.kernels.reference import rope_table
 from mmserve.model.cuda_layer import BACKENDS
 
@@ -136,7 +136,7 @@ class Step(NamedTuple):
     tables: Tensor
     rope: Tensor
     scratch: attention.Scratch
-    launch: attention.Launch
+    launch: Launch
 
     def read(self, own: Tensor, vision: Tensor) -> None:
         """Pools [2, Hkv, pages, page, D]: keys, then values."""
@@ -260,12 +260,6 @@ class KernelCases:
         builder = work.WorkBuilder(heads.query // heads.kv)
         num_rows = sum(reader.count for reader in readers)
         tables = builder.build(readers, num_rows, share=share, long=long)
-
-        def programs(items: int) -> int:
-            most = self.processors * PROGRAMS_PER_PROCESSOR
-            full = items * heads.kv > self.processors
-            return (most if full else self.processors) if items else 0
-
         q = self._random(num_rows, heads.query, heads.dim)
         last = max((i.base for r in readers for i in r.images), default=0)
         return Step(
@@ -276,13 +270,7 @@ class KernelCases:
             scratch=attention.Scratch(
                 max(tables.num_slots, 1), heads.query, heads.dim, self.device
             ),
-            launch=attention.Launch(
-                programs(tables.small),
-                programs(tables.large),
-                PARTS_AT_ONCE * (tables.num_slots + tables.small > 0),
-                work.LONG_ROWS if long else builder.short_rows,
-                tables.small * heads.kv <= self.processors,
-            ),
+            launch=Launch.of(tables, heads.kv, self.processors),
         )
 
     # -- products and choices -------------------------------------------------------------------

@@ -22,8 +22,9 @@ from mmserve.config import CacheConfig
 from mmserve.engine.model_runner import Logits, ModelRunner
 from mmserve.engine.transfer import resolve_pending, send, upload
 from mmserve.kernels import work
-from mmserve.kernels.attention import Launch, Scratch
+from mmserve.kernels.attention import Scratch
 from mmserve.kernels.gemv import gemv
+from mmserve.kernels.launch import Launch
 from mmserve.model.cuda_layer import (
     BACKENDS,
     DENSE_MULTIPLE,
@@ -45,8 +46,6 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 2
 SLICE = 64
 FIXED_SPLIT = work.Splits((), (256,))
 
-PARTS_AT_ONCE = 16  # partial results that are joined together
-PROGRAMS_PER_PROCESSOR = 16  # of the attention over small items
 MOST_SEQUENCES = 65_536  # whose tokens one step can choose
 
 
@@ -75,6 +74,11 @@ class _Lane:
             self.pages[self.count : num_pages] = self.source[self.count : num_pages]
             self.count = num_pages
         return self.pages[:num_pages]
+
+
+def _slots(pages: Any, index: Any, page_size: int) -> Any:
+    """Where the tokens `index` [T] of a sequence with these pages stand in its pool."""
+    return pages[index // page_size] * page_size + index % page_size
 
 
 class CUDARunner(ModelRunner):
@@ -161,7 +165,7 @@ class CUDARunner(ModelRunner):
         count, page_size = len(embeds), self.vision.shape.page_size
         pages = np.asarray(job.pages, np.int32)
         index = np.arange(count, dtype=np.int32)
-        slots = pages[index // page_size] * page_size + index % page_size
+        slots = _slots(pages, index, page_size)
         reader = work.Reader(0, count, count, pages, whole=True)
         rows = np.stack([index * 0, index, slots])
         self._run([reader], rows, self.vision, embeds.to(self.text.shape.dtype))
@@ -238,7 +242,7 @@ class CUDARunner(ModelRunner):
                 for image in lane.images:
                     shift += np.where(index >= image.threshold, image.num_tokens, 0)
                 positions += (index + shift).tolist()
-                slots += (pages[index // size] * size + index % size).tolist()
+                slots += _slots(pages, index, size).tolist()
             last.append(len(ids) - 1)
         return np.array([ids, positions, slots], np.int32), readers, last
 
@@ -274,19 +278,15 @@ class CUDARunner(ModelRunner):
         padded = np.zeros((3, bucket), np.int32)
         padded[2] = -1
         padded[:, :count] = rows
-        alone = [r for r in readers if self._reads_itself(r)]
+        alone = [] if captured else [r for r in readers if self._reads_itself(r)]
         paged = [r for r in readers if not self._reads_itself(r)] if alone else readers
         tables = self._builder.build(
             paged, bucket, rows=padded, share=self.shares, long=not captured
         )
         self._make_room(tables.num_slots, len(tables.array))
         self._upload(tables.array)
-        launch = Launch(
-            self._programs(tables.small),
-            self._programs(tables.large),
-            (1 if self._sliced else PARTS_AT_ONCE) * (tables.num_slots + tables.small > 0),
-            self._builder.short_rows if captured else work.LONG_ROWS,
-            tables.small * own.shape.num_kv_heads <= self._processors and not self._sliced,
+        launch = Launch.of(
+            tables, own.shape.num_kv_heads, self._processors, deterministic=self._sliced
         )
         shape = Shape(bucket, own is self.vision, launch)
         if embeds is not None and not captured:
@@ -329,13 +329,6 @@ class CUDARunner(ModelRunner):
         padded = np.zeros(-(-count // DENSE_MULTIPLE) * DENSE_MULTIPLE, np.int64)
         padded[:count] = slots[first : first + count]
         return DenseChunk(first, count, send(torch.from_numpy(padded), self.device))
-
-    def _programs(self, items: int) -> int:
-        """How many programs to start: few sizes, so that few graphs are captured."""
-        if not items:
-            return 0
-        most = self._processors * PROGRAMS_PER_PROCESSOR
-        return most if items * self.text.shape.num_kv_heads > self._processors else self._processors
 
     def _upload(self, array: Any) -> None:
         tables = torch.from_numpy(array)

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mmserve.cache.kv_pool import KVPool
 from mmserve.kernels import attention, fused
 from mmserve.kernels.gemv import gemv
+from mmserve.kernels.launch import Launch
 from mmserve.kernels.reference import write_kv
 
 # Of PyTorch's dense attention, the best first: on an H200 cuDNN's is twice its flash one's speed.
@@ -57,7 +58,7 @@ class CUDAStep:
     slots: Tensor
     rope: Tensor
     scratch: attention.Scratch
-    launch: attention.Launch
+    launch: Launch
     own: KVPool
     vision: KVPool
     dense: tuple[DenseChunk, ...] = ()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmserve.kernels import attention, work
+from mmserve.kernels.launch import Launch
 from mmserve.kernels.reference import rope_table
 from tests.kernels.scene import THETA, Row, Scene, Shape, scenes
 
@@ -67,11 +68,11 @@ def attend(
         scene.scale,
         scratch,
         out,
-        attention.Launch(
+        Launch(
             programs * (tables.small > 0),
             programs * (tables.large > 0),
             16 * (tables.num_slots > 0),
-            work.LONG_ROWS if long else builder.short_rows,
+            tables.tile_rows,
         ),
     )
     return out.cpu()
