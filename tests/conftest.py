@@ -1,4 +1,4 @@
-"""Fixtures that several parts share: a tokenizer that needs no download, one computing thread."""
+"""What several parts share: a tokenizer that needs no download, one computing thread, patience."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from hypothesis import HealthCheck, settings
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mmserve.tokenizer import Tokenizer
@@ -18,6 +19,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 # Read when Triton's kernels are first imported, which importing transformers does.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What a test proves must not depend on how fast the machine is, or how long it stands still.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 

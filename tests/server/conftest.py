@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import http.client
+import json
 import sys
 import threading
 import time
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -17,6 +20,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from mmserve.config import ServerConfig
 from mmserve.server.runner import Server, make_server
+from mmserve.server.services import Services
 
 # Appended, so that nothing of the root can shadow an installed package.
 sys.path.append(str(Path(__file__).parents[2]))
@@ -24,6 +28,17 @@ sys.path.append(str(Path(__file__).parents[2]))
 from tests.server.fake_engine import FakeEngine
 
 KEY = "sk-test_KEY-1"
+PATIENCE_S = 30.0  # for what must happen; only what never happens takes so long
+
+
+def eventually(condition: Callable[[], object]) -> bool:
+    """True as soon as `condition` holds, False when it does not come to hold."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 @dataclass
@@ -46,7 +61,7 @@ class Running:
     def http(self, **options: Any) -> httpx.Client:
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         headers |= options.pop("headers", {})
-        client = httpx.Client(base_url=self.url, headers=headers, timeout=20, **options)
+        client = httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S, **options)
         self._clients.append(client)
         return client
 
@@ -60,12 +75,27 @@ class Running:
     def async_openai(self) -> AsyncOpenAI:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0)
 
-    def idle(self, within_s: float = 3.0) -> bool:
-        """True once the engine runs nothing."""
-        end = time.monotonic() + within_s
-        while self.engine.running and time.monotonic() < end:
-            time.sleep(0.01)
-        return not self.engine.running
+    @property
+    def services(self) -> Services:
+        services: Services = self.server.config.app.state.services  # type: ignore[union-attr]
+        return services
+
+    def idle(self) -> bool:
+        """True once nothing runs and every response has its last status."""
+        return eventually(lambda: not self.engine.running and not self.services.jobs)
+
+    def read_by(self, count: int) -> bool:
+        """True once the server knows of so many readers of its running responses."""
+        jobs = self.services.jobs
+        return eventually(lambda: sum(job._num_readers for job in list(jobs)) == count)
+
+    def hang_up(self, path: str, body: dict[str, Any]) -> None:
+        """Post, and close the connection once the engine is at work."""
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE_S)
+        headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
+        connection.request("POST", path, json.dumps(body), headers)
+        assert eventually(lambda: self.engine.running)
+        connection.close()
 
 
 def start(config: ServerConfig, engine: FakeEngine) -> tuple[Running, Callable[[], None]]:
@@ -73,9 +103,7 @@ def start(config: ServerConfig, engine: FakeEngine) -> tuple[Running, Callable[[
     server.config.log_level = "warning"
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    end = time.monotonic() + 20
-    while not server.started and thread.is_alive() and time.monotonic() < end:
-        time.sleep(0.01)
+    eventually(lambda: server.started or not thread.is_alive())
     assert server.started
     key = config.api_keys[0] if config.api_keys else None
     running = Running(engine, server, key)
@@ -84,7 +112,7 @@ def start(config: ServerConfig, engine: FakeEngine) -> tuple[Running, Callable[[
         for client in running._clients:
             client.close()
         server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
     return running, stop
@@ -108,7 +136,7 @@ def launch() -> Iterator[Callable[..., Running]]:
 
 @pytest.fixture(scope="module")
 def module_server() -> Iterator[Running]:
-    running, stop = start(ServerConfig(port=0, api_keys=(KEY,), grace_s=0.5), FakeEngine())
+    running, stop = start(ServerConfig(port=0, api_keys=(KEY,)), FakeEngine())
     yield running
     stop()
 
@@ -117,7 +145,8 @@ def module_server() -> Iterator[Running]:
 def server(module_server: Running) -> Running:
     """One server a test module, its engine set back to its defaults."""
     engine = module_server.engine
-    engine.delay_s, engine.script, engine.queue_full = 0.0, None, False
+    engine.hold_at, engine.script, engine.queue_full = None, None, False
+    engine.num_prepared = 0
     engine.prompts.clear()
     engine.params.clear()
     engine.aborted.clear()

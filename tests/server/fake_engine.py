@@ -1,12 +1,14 @@
-"""A deterministic stand-in for the engine: echoes words and image digests, at a set pace.
+"""A deterministic stand-in for the engine: echoes words and image digests, and stops where told.
 
-Owns what protocol tests need to see: counts, aborts and the prompts it was given. Text tokens are
-UTF-8 bytes, an image is `IMAGE_TOKENS` tokens.
+Owns what protocol tests need to see: counts, aborts and the prompts it was given. A test that needs
+something to be still running holds it (`hold_at`); nothing here depends on the clock. Text tokens
+are UTF-8 bytes, an image is `IMAGE_TOKENS` tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -39,6 +41,7 @@ from mmserve.request import (
 
 IMAGE_TOKENS = 16
 PNG = b"\x89PNG\r\n\x1a\n"
+LOOK_S = 0.002  # between two looks whether a held generation may go on
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 class FakeGeneration:
-    """Yields one word an event, `delay_s` apart."""
+    """Yields one word an event, as far as its engine's `hold_at` lets it."""
 
     def __init__(
         self,
@@ -81,8 +84,8 @@ class FakeGeneration:
 
     def abort(self) -> None:
         if self.id in self._engine.running:
-            self._engine.running.discard(self.id)
             self._engine.aborted.append(self.id)
+            self._engine.running.discard(self.id)
         self._aborted.set()
 
     def _end(self, reason: FinishReason, count: int, error: str | None = None) -> TokenEvent:
@@ -97,12 +100,12 @@ class FakeGeneration:
             finish_reason=reason, usage=usage, timings=Timings(prompt_ms=1.0), error=error
         )
 
-    async def _pause(self) -> bool:
-        """True when aborted meanwhile."""
-        try:
-            await asyncio.wait_for(self._aborted.wait(), max(self._engine.delay_s, 1e-4))
-        except asyncio.TimeoutError:
-            pass
+    async def _aborted_before(self, word: int) -> bool:
+        """Wait until word number `word` may be said; True when aborted meanwhile."""
+        await asyncio.sleep(0)  # readers hear each word before the next
+        while self._engine.holds(word) and not self._aborted.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._aborted.wait(), LOOK_S)
         return self._aborted.is_set()
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
@@ -113,8 +116,8 @@ class FakeGeneration:
 
     async def _events(self) -> AsyncIterator[TokenEvent]:
         if self._prefill_only:
-            await self._pause()
-            yield self._end(FinishReason.STOP, 0)
+            aborted = await self._aborted_before(0)
+            yield self._end(FinishReason.ABORT if aborted else FinishReason.STOP, 0)
             return
         limit = self._params.max_tokens
         words = re.findall(r"\s*\S+", self._engine.answer(self._prompt))
@@ -122,7 +125,7 @@ class FakeGeneration:
             if limit is not None and count == limit:
                 yield self._end(FinishReason.LENGTH, count)
                 return
-            if await self._pause():
+            if await self._aborted_before(count):
                 yield self._end(FinishReason.ABORT, count)
                 return
             if "crash" in word:
@@ -138,14 +141,18 @@ class FakeGeneration:
 
 @dataclass
 class FakeEngine:
-    """`script`: the answer to every prompt; otherwise the last message is echoed."""
+    """`script`: the answer to every prompt; otherwise the last message is echoed.
+
+    `hold_at`: the number of words after which every generation waits until this is raised or None.
+    """
 
     info: FakeInfo = field(default_factory=FakeInfo)
     metrics: FakeMetrics = field(default_factory=FakeMetrics)
     status: str = "ok"
-    delay_s: float = 0.0
+    hold_at: int | None = None
     script: str | None = None
     queue_full: bool = False
+    num_prepared: int = 0
     running: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
     prompts: list[list[Any]] = field(default_factory=list)
@@ -167,6 +174,7 @@ class FakeEngine:
         return ImageSegment(ImageInput(digest, part.data, IMAGE_TOKENS))
 
     async def prepare(self, messages: Sequence[Message], *, continue_final: bool = False) -> Prompt:
+        self.num_prepared += 1
         await asyncio.sleep(0)
         segments: list[Segment] = []
         for message in messages:
@@ -206,6 +214,11 @@ class FakeEngine:
         self.prompts.append(self._last[id(prompt)][1])
         self.params.append(params)
         return FakeGeneration(self, request_id, prompt, params, prefill_only)
+
+    def holds(self, word: int) -> bool:
+        """Whether a generation must not yet say its word of this number, from 0."""
+        limit = self.hold_at
+        return limit is not None and word >= limit
 
     def answer(self, prompt: Prompt) -> str:
         if self.script is not None:

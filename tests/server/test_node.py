@@ -35,6 +35,6 @@ def test_the_npm_sdk_chats_streams_and_uses_the_socket(server: Running) -> None:
     folder = installed()
     shutil.copy(SOURCES / "check.mjs", folder)
     command = ["node", "check.mjs", f"{server.url}/v1", str(server.key)]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "ok"

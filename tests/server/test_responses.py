@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import openai
@@ -11,7 +10,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.server.conftest import Running, data_url, png
+from tests.server.conftest import Running, data_url, eventually, png
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ORDER = [
@@ -150,34 +149,39 @@ def test_cut_at_every_event_then_resume_gives_the_same_text(server: Running) -> 
 
 
 def test_several_tails_read_one_running_job(server: Running) -> None:
-    server.engine.script, server.engine.delay_s = "w " * 30, 0.02
+    server.engine.script, server.engine.hold_at = "w " * 30, 10
     client = server.openai()
     started = client.responses.create(model="mm/fake", input="x", background=True)
     assert started.status == "in_progress"
-    texts = []
-    for after in (0, 5):
-        stream = client.responses.retrieve(started.id, stream=True, starting_after=after)
-        events = list(stream)
-        assert events[-1].type == "response.completed"
-        texts.append(events[-1].response.output_text)
-    assert texts[0] == texts[1] == ("w " * 30).rstrip()
+    tails = [
+        client.responses.retrieve(started.id, stream=True, starting_after=after) for after in (0, 5)
+    ]
+    assert [next(tail).sequence_number for tail in tails] == [1, 6]
+    assert server.read_by(2)
+    server.engine.hold_at = None
+    for tail in tails:
+        *_, last = tail
+        assert last.type == "response.completed"
+        assert last.response.output_text == ("w " * 30).rstrip()
     assert client.responses.retrieve(started.id).status == "completed"
 
 
 def test_background_runs_on_without_readers(server: Running) -> None:
-    server.engine.delay_s = 0.02
+    server.engine.hold_at = 2
     client = server.openai()
     stream = client.responses.create(model="mm/fake", input="a b c d", background=True, stream=True)
     first = next(iter(stream))
+    assert first.type == "response.created" and server.read_by(1)
     stream.close()
-    assert first.type == "response.created"
-    time.sleep(0.5)
+    assert server.read_by(0)
+    server.engine.hold_at = None
+    assert server.idle()
     response = client.responses.retrieve(first.response.id)
     assert response.status == "completed" and response.output_text == "you said: a b c d"
 
 
 def test_foreground_is_aborted_when_its_client_leaves(server: Running) -> None:
-    server.engine.script, server.engine.delay_s = "w " * 500, 0.02
+    server.engine.script, server.engine.hold_at = "w " * 20, 5
     client = server.openai()
     stream = client.responses.create(model="mm/fake", input="x", stream=True)
     first = next(iter(stream))
@@ -185,35 +189,36 @@ def test_foreground_is_aborted_when_its_client_leaves(server: Running) -> None:
     stream.close()
     assert server.idle()
     assert client.responses.retrieve(first.response.id).status == "cancelled"
-    with pytest.raises(openai.APITimeoutError):
-        client.responses.create(model="mm/fake", input="x", timeout=0.3)
+    server.hang_up("/v1/responses", {"input": "x"})
     assert server.idle()
+    assert len(server.engine.aborted) == 2
 
 
 def test_cancel_keeps_the_partial_text_and_can_be_continued(server: Running) -> None:
-    server.engine.script, server.engine.delay_s = "w " * 500, 0.01
+    server.engine.script, server.engine.hold_at = "w " * 20, 2
     client = server.openai()
     started = client.responses.create(model="mm/fake", input="x", background=True)
-    time.sleep(0.2)
+    assert eventually(lambda: client.responses.retrieve(started.id).output_text == "w w")
     cancelled = client.responses.cancel(started.id)
-    assert cancelled.status == "cancelled" and "w w" in cancelled.output_text
+    assert cancelled.status == "cancelled" and cancelled.output_text == "w w"
     events = raw_events(server, "GET", f"/v1/responses/{started.id}?stream=true")
     assert events[-1]["type"] == "response.incomplete"
     assert events[-1]["response"]["status"] == "cancelled"
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.cancel(started.id)
     assert caught.value.code == "response_not_active"
-    server.engine.script = None
+    server.engine.script, server.engine.hold_at = None, None
     client.responses.create(model="mm/fake", input="go on", previous_response_id=started.id)
     assert server.engine.prompts[-1][1].parts[0].token_ids == tuple(cancelled.output_text.encode())
 
 
 def test_delete_forgets_and_stops(server: Running) -> None:
-    server.engine.script, server.engine.delay_s = "w " * 500, 0.01
+    server.engine.script, server.engine.hold_at = "w " * 20, 5
     client = server.openai()
     started = client.responses.create(model="mm/fake", input="x", background=True)
     client.responses.delete(started.id)
     assert server.idle()
+    assert server.engine.aborted == [started.id]
     with pytest.raises(openai.NotFoundError) as caught:
         client.responses.retrieve(started.id)
     assert caught.value.code == "response_not_found"

@@ -15,7 +15,9 @@ from pydantic import TypeAdapter
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from tests.server.conftest import KEY, Running, data_url, png
+from mmserve.server import responses_ws
+from tests.server.conftest import KEY, PATIENCE_S, Running, data_url, eventually, png
+from tests.server.proxy import CuttingProxy
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponsesServerEvent)
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
@@ -23,12 +25,13 @@ TERMINAL = ("response.completed", "response.incomplete", "response.failed")
 
 def open_socket(running: Running, **options: Any) -> ClientConnection:
     headers = {"authorization": f"Bearer {running.key}"} if running.key else {}
+    options.setdefault("open_timeout", PATIENCE_S)
     ws: ClientConnection = connect(running.ws_url, additional_headers=headers, **options)
     return ws
 
 
 def receive(ws: ClientConnection) -> dict[str, Any]:
-    event: dict[str, Any] = json.loads(ws.recv(timeout=10))
+    event: dict[str, Any] = json.loads(ws.recv(timeout=PATIENCE_S))
     EVENT.validate_python(event)
     return event
 
@@ -61,12 +64,13 @@ def test_sdk_sync_socket_answers_and_continues(server: Running) -> None:
 
 
 def test_sdk_async_socket_resumes_after_a_cut(server: Running) -> None:
-    server.engine.script, server.engine.delay_s = "w " * 40, 0.02
-    text, answer = asyncio.run(cut_and_resume(server))
+    server.engine.script, server.engine.hold_at = "w " * 40, 10
+    with CuttingProxy(server.url) as proxy:
+        text, answer = asyncio.run(cut_and_resume(server, proxy))
     assert text == answer == ("w " * 40).rstrip()
 
 
-async def cut_and_resume(server: Running) -> tuple[str, str]:
+async def cut_and_resume(server: Running, proxy: CuttingProxy) -> tuple[str, str]:
     """The text pieced together around a cut at event 8, and the answer to a later turn."""
     seen: list[Any] = []
     arrived, cut_done = asyncio.Event(), asyncio.Event()
@@ -78,102 +82,61 @@ async def cut_and_resume(server: Running) -> tuple[str, str]:
                 arrived.set()
                 await cut_done.wait()
 
-    async with Proxy(server) as proxy:
-        client = server.async_openai().with_options(base_url=f"{proxy.url}/v1")
-        async with client.responses.connect(on_reconnecting=lambda _: None) as connection:
-            await connection.response.create(model="mm/fake", input="x")
-            reader = asyncio.create_task(read(connection))
-            await arrived.wait()
-            id = seen[0].response.id
-            proxy.cut()
-            cut_done.set()
-            await asyncio.wait_for(proxy.reconnected.wait(), 5)
-            before, last = list(seen), seen[-1].sequence_number
-            rest = await client.responses.retrieve(id, stream=True, starting_after=last)
-            before += [event async for event in rest]
-            await connection.response.create(
-                model="mm/fake", input="again", previous_response_id=id
-            )
-            while not seen or seen[-1].type != "response.completed":
-                await asyncio.sleep(0.01)
-            reader.cancel()
+    client = server.async_openai().with_options(base_url=f"{proxy.url}/v1")
+    async with client.responses.connect(on_reconnecting=lambda _: None) as connection:
+        await connection.response.create(model="mm/fake", input="x")
+        reader = asyncio.create_task(read(connection))
+        await arrived.wait()
+        id = seen[0].response.id
+        proxy.cut()
+        cut_done.set()
+        assert await asyncio.to_thread(eventually, lambda: proxy.num_accepted == 2)
+        before, last = list(seen), seen[-1].sequence_number
+        rest = await client.responses.retrieve(id, stream=True, starting_after=last)
+        server.engine.hold_at = None
+        before += [event async for event in rest]
+        await connection.response.create(model="mm/fake", input="again", previous_response_id=id)
+        assert await asyncio.to_thread(eventually, lambda: seen[-1].type == "response.completed")
+        reader.cancel()
     deltas = [event.delta for event in before if event.type == "response.output_text.delta"]
     return "".join(deltas), seen[-1].response.output_text
 
 
-class Proxy:
-    """A TCP relay whose connections can be cut at once."""
-
-    def __init__(self, running: Running) -> None:
-        self._port = int(running.url.rsplit(":", 1)[1])
-        self._writers: list[asyncio.StreamWriter] = []
-        self._count = 0
-        self.reconnected = asyncio.Event()  # a second connection came
-
-    async def __aenter__(self) -> Proxy:
-        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.cut()
-        self._server.close()
-
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._count += 1
-        if self._count == 2:
-            self.reconnected.set()
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        self._writers += [writer, far_writer]
-
-        async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-            try:
-                while data := await source.read(65536):
-                    sink.write(data)
-                    await sink.drain()
-            except OSError:
-                pass
-            sink.close()
-
-        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
-
-    def cut(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-
 def test_lost_socket_leaves_a_stored_response_running(server: Running) -> None:
-    server.engine.script, server.engine.delay_s = "w " * 20, 0.02
+    server.engine.script, server.engine.hold_at = "w " * 20, 5
     with open_socket(server) as ws:
         create(ws, "x")
         id = receive(ws)["response"]["id"]
-    time.sleep(0.1)
+        assert server.read_by(1)
+    assert server.read_by(0)
     assert server.engine.running == {id}
+    server.engine.hold_at = None
     events = list(server.openai().responses.retrieve(id, stream=True, starting_after=0))
     assert events[-1].type == "response.completed"
     assert events[0].sequence_number == 1
 
 
-def test_grace_ends_in_an_abort_and_a_new_reader_stops_the_clock(server: Running) -> None:
-    server.engine.script, server.engine.delay_s = "w " * 1000, 0.02
-    with open_socket(server) as ws:
+def test_another_reader_keeps_a_response_past_its_grace(launch: Callable[..., Any]) -> None:
+    """The rest of the rule has a clock of its own, in test_job."""
+    grace_s = 0.2
+    running = launch(grace_s=grace_s)
+    running.engine.script, running.engine.hold_at = "w " * 20, 5
+    with open_socket(running) as ws:
         create(ws, "x")
         id = receive(ws)["response"]["id"]
-    time.sleep(0.25)
-    with server.http().stream("GET", f"/v1/responses/{id}?stream=true") as tail:
-        lines = tail.iter_lines()  # held: a dropped iterator closes the connection
-        next(lines)
-        time.sleep(0.6)
-        assert server.engine.running == {id}
-    time.sleep(0.25)
-    assert server.engine.running == {id}
-    assert server.idle(1.0)
-    assert server.openai().responses.retrieve(id).status == "cancelled"
+        with running.http().stream("GET", f"/v1/responses/{id}?stream=true") as tail:
+            lines = tail.iter_lines()  # held: a dropped iterator closes the connection
+            next(lines)
+            assert running.read_by(2)
+            ws.close()
+            assert running.read_by(1)
+            time.sleep(3 * grace_s)  # a slow machine only makes it longer
+            assert running.engine.running == {id}
+    assert running.idle()
+    assert running.openai().responses.retrieve(id).status == "cancelled"
 
 
 def test_store_false_dies_with_its_socket(server: Running) -> None:
-    server.engine.delay_s = 0.0
     with open_socket(server) as ws:
         create(ws, "secret", store=False)
         id = until_end(ws)[-1]["response"]["id"]
@@ -186,10 +149,10 @@ def test_store_false_dies_with_its_socket(server: Running) -> None:
             assert error["error"]["code"] == "previous_response_not_found"
             assert error["status"] == 400
         assert server.http().get(f"/v1/responses/{id}").status_code == 404
-        server.engine.script, server.engine.delay_s = "w " * 1000, 0.02
+        server.engine.hold_at = 0
         create(ws, "x", store=False)
         receive(ws)
-    assert server.idle(0.4)
+    assert PATIENCE_S < server.services.config.grace_s and server.idle()
 
 
 def test_failed_turn_drops_only_a_local_parent(server: Running) -> None:
@@ -207,35 +170,40 @@ def test_failed_turn_drops_only_a_local_parent(server: Running) -> None:
 
 
 def test_lanes_run_in_parallel_and_fifo_within(server: Running) -> None:
-    server.engine.delay_s = 0.01
+    server.engine.hold_at = len("you said: b1".split())
+    lanes: dict[str, str | None] = {}  # by response
     with open_socket(server) as ws:
+
+        def completed() -> tuple[str | None, str]:
+            """The lane and the text of the next response that ends."""
+            while (event := receive(ws))["type"] != "response.completed":
+                if event["type"] == "response.created":
+                    lanes[event["response"]["id"]] = event.get("stream_id")
+            assert lanes[event["response"]["id"]] == event.get("stream_id")
+            text = event["response"]["output"][0]["content"][0]["text"]
+            return event.get("stream_id"), text.removeprefix("you said: ")
+
         for text in ("a1 x x x", "a2 y"):
             create(ws, text, stream_id="A")
+        create(ws, "d1 z z z z z z z")
         create(ws, "b1", stream_id="B")
-        create(ws, "d1 z z z z z z z z z z z")
-        order: list[tuple[str | None, str]] = []
-        ids: dict[str, str | None] = {}
-        while len(order) < 4:
-            event = receive(ws)
-            lane = event.get("stream_id")
-            if event["type"] == "response.created":
-                ids[event["response"]["id"]] = lane
-            if event["type"] == "response.completed":
-                order.append((lane, event["response"]["output"][0]["content"][0]["text"][10:12]))
-                assert ids[event["response"]["id"]] == lane
-    lane_a = [text for lane, text in order if lane == "A"]
-    assert lane_a == ["a1", "a2"]
-    assert order.index(("B", "b1")) < order.index(("A", "a1"))
-    assert order[-1] == (None, "d1")
+        assert completed() == ("B", "b1")
+        assert sorted(map(str, lanes.values())) == ["A", "B", "None"]  # a2 waits for a1
+        server.engine.hold_at = len("you said: a1 x x x".split())
+        assert completed() == ("A", "a1 x x x")
+        assert completed() == ("A", "a2 y")
+        server.engine.hold_at = None
+        assert completed() == (None, "d1 z z z z z z z")
 
 
 def test_lane_bounds_are_errors_and_nothing_accepted_is_lost(launch: Callable[..., Any]) -> None:
     running = launch(lanes_per_socket=2, queue_per_lane=2)
-    running.engine.delay_s = 0.05
+    running.engine.hold_at = 0
     with open_socket(running) as ws:
-        for i in range(5):
+        create(ws, "m0", stream_id="A")
+        assert eventually(lambda: running.engine.running)  # no longer among those that wait
+        for i in range(1, 5):
             create(ws, f"m{i}", stream_id="A")
-            time.sleep(0.01)  # the first is running, not waiting
         create(ws, "b", stream_id="B")
         create(ws, "c", stream_id="C")
         errors: list[Any] = []
@@ -244,6 +212,8 @@ def test_lane_bounds_are_errors_and_nothing_accepted_is_lost(launch: Callable[..
             event = receive(ws)
             if event["type"] == "error":
                 errors.append((event["stream_id"], event["error"]["code"], event["status"]))
+                if len(errors) == 3:
+                    running.engine.hold_at = None
             if event["type"] == "response.completed":
                 done.append(event["response"]["output"][0]["content"][0]["text"])
     assert errors == [("A", "queue_full", 429)] * 2 + [("C", "rate_limit_exceeded", 429)]
@@ -279,7 +249,7 @@ def test_prefill_has_three_events(server: Running, how: dict[str, Any]) -> None:
 
 
 def test_cancel_ends_with_incomplete_cancelled(server: Running) -> None:
-    server.engine.script, server.engine.delay_s = "w " * 1000, 0.01
+    server.engine.script, server.engine.hold_at = "w " * 20, 5
     with open_socket(server) as ws:
         create(ws, "x")
         id = receive(ws)["response"]["id"]
@@ -330,7 +300,7 @@ def test_errors_carry_status_lane_and_leave_the_socket_usable(server: Running) -
 def close_code(ws: ClientConnection) -> int:
     try:
         while True:
-            ws.recv(timeout=10)
+            ws.recv(timeout=PATIENCE_S)
     except ConnectionClosed as closed:
         assert closed.rcvd is not None
         return closed.rcvd.code
@@ -364,15 +334,16 @@ def test_huge_frame_closes_1009(launch: Callable[..., Any]) -> None:
         assert until_end(ws)[-1]["type"] == "response.completed"
 
 
-def test_slow_reader_loses_no_text(server: Running) -> None:
+def test_slow_reader_loses_no_text(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses_ws, "SEND_TIMEOUT_S", 2 * PATIENCE_S)
     word, count = "x" * 2000 + " ", 1500  # more than the buffers between us hold
     server.engine.script = word * count
     with open_socket(server, max_queue=1, max_size=None) as ws:
         create(ws, "x")
         events = [receive(ws)]
-        assert server.idle(20)
+        assert server.idle()
         while events[-1]["type"] not in TERMINAL:
-            events.append(json.loads(ws.recv(timeout=10)))
+            events.append(json.loads(ws.recv(timeout=PATIENCE_S)))
     assert events[-1]["type"] == "response.completed"
     assert text_of(events) == (word * count).rstrip()
 
@@ -380,17 +351,14 @@ def test_slow_reader_loses_no_text(server: Running) -> None:
 def test_reader_that_never_reads_is_closed_but_its_response_lives(
     launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmserve.server import responses_ws
-
     monkeypatch.setattr(responses_ws, "SEND_TIMEOUT_S", 0.3)
     running = launch(max_log_events=100_000)
     running.engine.script = ("x" * 20_000 + " ") * 400
     with open_socket(running, max_queue=1, close_timeout=0.5) as ws:
         create(ws, "x")
         id = receive(ws)["response"]["id"]
-        time.sleep(3.5)
-        assert running.server.config.app.state.services.sockets == {}
-    assert running.idle(10)
+        assert eventually(lambda: running.services.sockets == {})
+    assert running.idle()
     response = running.openai().responses.retrieve(id)
     assert response.status == "completed"
 

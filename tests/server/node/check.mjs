@@ -37,7 +37,7 @@ async function responses() {
 
 function socket() {
   const ws = new ResponsesWS(client);
-  const timer = setTimeout(() => assert.fail("no answer on the socket"), 10_000);
+  const timer = setTimeout(() => assert.fail("no answer on the socket"), 120_000);
   return new Promise((resolve, reject) => {
     let text = "";
     ws.on("error", reject);
