@@ -17,16 +17,25 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Page,
+    expect,
+    sync_playwright,
+)
 
 from mmserve.config import ServerConfig
 
 # Appended, so that nothing of the root can shadow an installed package.
 sys.path.append(str(Path(__file__).parents[2]))
 
-from tests.server.conftest import Running, start
+from tests.server.conftest import PATIENCE_S, Running, start
 from tests.server.fake_engine import FakeEngine
-from tests.web.proxy import CuttingProxy
+from tests.server.proxy import CuttingProxy
+
+expect.set_options(timeout=PATIENCE_S * 1000)
 
 ARGS = [
     "--no-sandbox",
@@ -43,13 +52,34 @@ DROP = """([name, type, data]) => {
   transfer.items.add(new File([bytes], name, { type }));
   return transfer;
 }"""
+# Reads the page's database beside the page: (table, predicate over its rows) => Promise<boolean>.
+STORED = """(table, holds) => new Promise((resolve) => {
+  const opening = indexedDB.open('mmserve');
+  opening.onsuccess = () => {
+    const database = opening.result;
+    const reading = database.transaction(table).objectStore(table).getAll();
+    reading.onsuccess = () => {
+      database.close();
+      resolve(holds(reading.result));
+    };
+  };
+})"""
+# A transition that has begun holds colours and places that are nobody's intention.
+SETTLED = """() => Promise.all(document.getAnimations()
+  .filter(({ effect }) => effect.getComputedTiming().endTime !== Infinity)
+  .map(({ finished }) => finished.catch(() => undefined)))"""
+TWO_FRAMES = "() => new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r)))"
 # What a browser logs by itself when the network or a key fails; the page cannot prevent it.
 NETWORK_NOISE = re.compile(r"WebSocket connection to|Failed to load resource|net::ERR_")
 
 
 @dataclass
 class Tab:
-    """One page with the gestures the tests share."""
+    """One page with the gestures the tests share.
+
+    A browser handles an input some time after it was sent, so nothing is read once right after a
+    gesture: each waits for what it causes, and tests `expect` the rest.
+    """
 
     page: Page
     errors: list[str] = field(default_factory=list)
@@ -86,6 +116,19 @@ class Tab:
             "t => [...document.querySelectorAll('.question')].at(-1)?.textContent === t", arg=text
         )
         return self.wait("done")
+
+    def new_chat(self) -> None:
+        self.page.get_by_role("button", name="New chat").first.click()
+        self.page.wait_for_selector(".empty")
+
+    def wait_until_stored(self, table: str, holds: str) -> None:
+        """Until the database has what a reload shall find; `holds` is JavaScript over the rows."""
+        self.page.wait_for_function(f"() => ({STORED})('{table}', {holds})")
+
+    def settle(self) -> None:
+        """Until every transition has ended and what scrolls after a change has scrolled."""
+        self.page.evaluate(SETTLED)
+        self.page.evaluate(TWO_FRAMES)
 
     def wait_for_text(self, part: str) -> None:
         self.page.wait_for_function(
@@ -129,15 +172,13 @@ def launch() -> Iterator[Callable[..., Running]]:
 
 @pytest.fixture
 def server(launch: Callable[..., Running]) -> Running:
-    return launch(FakeEngine(delay_s=0.002))
+    return launch(FakeEngine())
 
 
 @pytest.fixture
 def proxy(server: Running) -> Iterator[CuttingProxy]:
-    cutter = CuttingProxy(server.url)
-    cutter.start()
-    yield cutter
-    cutter.stop()
+    with CuttingProxy(server.url) as cutter:
+        yield cutter
 
 
 @pytest.fixture
@@ -148,7 +189,7 @@ def visit(chromium: Browser, server: Running) -> Iterator[Callable[..., Tab]]:
 
     def begin(url: str | None = None, *, quiet_network: bool = True, **options: Any) -> Tab:
         context = chromium.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(PATIENCE_S * 1000)
         tab = Tab(context.new_page())
         contexts.append(context)
         tabs.append(tab)

@@ -8,16 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from mmserve.prompt import ImagePart, Message, TextPart, TokensPart
 from mmserve.request import TokenEvent
-from tests.server.conftest import Running
+from tests.server.conftest import Running, eventually
 from tests.server.fake_engine import FakeGeneration
 from tests.web.conftest import Tab, picture
 
 pytestmark = pytest.mark.browser
 
 Visit = Callable[..., Tab]
+
+WORDS = [f"word{n}" for n in range(150)]
 
 
 def text_of(part: object) -> str:
@@ -48,11 +51,13 @@ def test_two_dropped_pictures_are_asked_about_and_the_chat_goes_on_after_a_reloa
     assert re.fullmatch(r"you said: \[\w{8}\] \[\w{8}\] Which is red\?", first)
     assert shape_of(server.engine.prompts[-1]) == [("user", 2, "Which is red?")]
 
+    tab.wait_until_stored("turns", "turns => turns[0]?.answer.status === 'done'")
+    tab.wait_until_stored("pictures", "pictures => pictures.length === 2")
     tab.page.reload()
     assert tab.wait("done") == first
+    expect(tab.page.locator(".pictures img")).to_have_count(2)
     loaded = "images => images.every(({ naturalWidth }) => naturalWidth === 48)"
     tab.page.wait_for_function(f"() => ({loaded})([...document.querySelectorAll('.pictures img')])")
-    assert tab.page.locator(".pictures img").count() == 2
 
     assert tab.answered("And the other?") == "you said: And the other?"
     assert shape_of(server.engine.prompts[-1]) == [
@@ -67,45 +72,43 @@ def test_attached_pictures_are_read_ahead_before_anything_is_asked(
 ) -> None:
     tab = visit()
     tab.drop(("a.png", picture("red")), ("b.png", picture("blue")))
-    tab.page.wait_for_timeout(800)
-    assert [shape_of(prompt) for prompt in server.engine.prompts][-1] == [("user", 2, "")]
+    assert eventually(lambda: [*map(shape_of, server.engine.prompts)][-1:] == [[("user", 2, "")]])
     assert tab.page.locator("article").count() == 0
 
 
 def test_a_reload_in_mid_answer_resumes_the_same_response(server: Running, visit: Visit) -> None:
-    server.engine.script = " ".join(f"word{n}" for n in range(150))
-    server.engine.delay_s = 0.02
+    server.engine.script, server.engine.hold_at = " ".join(WORDS), 41
     tab = visit()
     tab.ask("Tell me.")
     tab.wait_for_text("word40")
+    tab.wait_until_stored("turns", "turns => turns[0]?.answer.responseId")
     tab.page.reload()
     tab.wait_for_text("word40")
+    server.engine.hold_at = None
     assert tab.wait("done") == server.engine.script
     assert len(server.engine.prompts) == 1
 
 
 def test_stop_keeps_the_text_so_far_and_the_chat_goes_on(server: Running, visit: Visit) -> None:
-    server.engine.script = " ".join(f"word{n}" for n in range(500))
-    server.engine.delay_s = 0.02
+    server.engine.script, server.engine.hold_at = " ".join(WORDS), 10
     tab = visit()
     tab.ask("Tell me.")
-    tab.wait_for_text("word10")
+    tab.wait_for_text("word9")
     tab.page.get_by_role("button", name="Stop").click()
     partial = tab.wait("stopped")
-    assert partial.startswith("word0 word1") and "word499" not in partial
+    assert partial == " ".join(WORDS[:10])
     assert server.idle()
 
-    server.engine.script, server.engine.delay_s = None, 0.0
+    server.engine.script, server.engine.hold_at = None, None
     assert tab.answered("Go on.") == "you said: Go on."
     assert shape_of(server.engine.prompts[-1])[1] == ("assistant", 0, partial)
 
 
 def test_escape_stops_an_answer(server: Running, visit: Visit) -> None:
-    server.engine.script = "word " * 500
-    server.engine.delay_s = 0.02
+    server.engine.script, server.engine.hold_at = " ".join(WORDS), 10
     tab = visit()
     tab.ask("Tell me.")
-    tab.wait_for_text("word word")
+    tab.wait_for_text("word9")
     tab.page.keyboard.press("Escape")
     tab.wait("stopped")
     assert server.idle()
@@ -143,41 +146,48 @@ def test_figures_stand_under_the_answer(server: Running, visit: Visit) -> None:
 def test_chats_are_listed_opened_and_deleted(server: Running, visit: Visit) -> None:
     tab = visit()
     tab.answered("First chat")
-    tab.page.get_by_role("button", name="New chat").first.click()
+    tab.new_chat()
     tab.answered("Second chat")
     links = tab.page.locator("nav a")
-    assert links.all_inner_texts() == ["Second chat", "First chat"]
+    expect(links).to_have_text(["Second chat", "First chat"])
     links.last.click()
     tab.page.wait_for_function(
         "() => document.querySelector('.question')?.textContent === 'First chat'"
     )
 
     tab.page.get_by_role("button", name="Delete “First chat”").click()
-    assert links.count() == 2
-    tab.page.get_by_role("button", name="Delete? First chat").click()
+    sure = tab.page.get_by_role("button", name="Delete? First chat")
+    expect(sure).to_be_visible()
+    expect(links).to_have_count(2)
+    sure.click()
     tab.page.wait_for_selector(".empty")
+    tab.wait_until_stored("conversations", "chats => chats.length === 1")
     tab.page.reload()
     tab.page.wait_for_selector(".empty")
-    assert links.all_inner_texts() == ["Second chat"]
+    expect(links).to_have_text(["Second chat"])
 
 
 def test_an_answer_goes_on_while_another_chat_is_read(server: Running, visit: Visit) -> None:
-    server.engine.script = " ".join(f"word{n}" for n in range(60))
-    server.engine.delay_s = 0.02
+    server.engine.script, server.engine.hold_at = " ".join(WORDS), 4
     tab = visit()
     tab.ask("Slow one")
     tab.wait_for_text("word3")
-    tab.page.get_by_role("button", name="New chat").first.click()
-    tab.answered("Other one")
+    tab.new_chat()
+    server.engine.hold_at = None
+    assert server.idle()
+    server.engine.script = None
+    assert tab.answered("Other one") == "you said: Other one"
     tab.page.locator("nav a").last.click()
-    assert tab.wait("done") == server.engine.script
+    expect(tab.page.locator(".question")).to_have_text("Slow one")
+    assert tab.wait("done") == " ".join(WORDS)
 
 
 def test_a_sample_picture_needs_no_file(server: Running, visit: Visit) -> None:
     tab = visit()
     tab.page.get_by_role("button", name="Three shapes").click()
     tab.page.wait_for_selector("[data-state=ready]")
-    assert tab.page.input_value("textarea") == "How many shapes are there?"
+    expect(tab.page.locator("textarea")).to_have_value("How many shapes are there?")
+    expect(tab.page.locator("textarea")).to_be_focused()
     tab.page.keyboard.press("Enter")
     assert tab.wait("done").endswith("How many shapes are there?")
     assert shape_of(server.engine.prompts[-1])[0][1] == 1

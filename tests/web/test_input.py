@@ -6,9 +6,11 @@ import base64
 from collections.abc import Callable
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.server.conftest import Running
 from tests.web.conftest import DROP, Tab, picture
+from tests.web.test_conversation import shape_of
 
 pytestmark = pytest.mark.browser
 
@@ -24,11 +26,10 @@ def test_enter_during_a_composition_does_not_send(server: Running, visit: Visit)
     enter = {"type": "rawKeyDown", "key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 229}
     chrome.send("Input.dispatchKeyEvent", enter)
     chrome.send("Input.insertText", {"text": "你好"})
-    tab.page.wait_for_timeout(200)
-    assert server.engine.prompts == []
-    assert tab.page.input_value("textarea") == "你好"
+    expect(tab.page.locator("textarea")).to_have_value("你好")
     tab.page.keyboard.press("Enter")
     assert tab.wait("done") == "you said: 你好"
+    assert [shape_of(prompt) for prompt in server.engine.prompts] == [[("user", 0, "你好")]]
 
 
 def test_a_key_code_of_229_alone_does_not_send(server: Running, visit: Visit) -> None:
@@ -36,8 +37,10 @@ def test_a_key_code_of_229_alone_does_not_send(server: Running, visit: Visit) ->
     tab.page.fill("textarea", "hello")
     init = {"key": "Enter", "keyCode": 229, "bubbles": True, "cancelable": True}
     tab.page.dispatch_event("textarea", "keydown", init)
-    tab.page.wait_for_timeout(200)
-    assert server.engine.prompts == []
+    tab.page.fill("textarea", "hello, world")  # were it sent, this would come second
+    tab.page.press("textarea", "Enter")
+    assert tab.wait("done") == "you said: hello, world"
+    assert len(server.engine.prompts) == 1
 
 
 def test_shift_enter_starts_a_new_line(server: Running, visit: Visit) -> None:
@@ -60,7 +63,7 @@ def test_a_pasted_picture_is_attached_and_pasted_text_is_not(visit: Visit) -> No
         transfer,
     )
     tab.page.wait_for_selector(".tray [data-state=ready]")
-    assert tab.page.locator(".tray li").count() == 1
+    expect(tab.page.locator(".tray li")).to_have_count(1)
 
 
 def test_the_button_takes_several_files_and_each_can_be_removed(
@@ -76,6 +79,7 @@ def test_the_button_takes_several_files_and_each_can_be_removed(
         "() => document.querySelectorAll('.tray [data-state=ready]').length === 3"
     )
     tab.page.get_by_role("button", name="Remove green.png").click()
+    expect(tab.page.locator(".tray li")).to_have_count(2)
     tab.answered("Which?")
     assert len(server.engine.prompts[-1][-1].parts) == 3  # two pictures and the text
 
@@ -83,19 +87,19 @@ def test_the_button_takes_several_files_and_each_can_be_removed(
 def test_a_file_that_is_no_picture_is_refused_in_a_sentence(visit: Visit) -> None:
     tab = visit()
     tab.drop(("notes.png", b"not a picture"))
-    error = tab.page.get_by_role("alert")
-    assert "notes.png This file is not a picture the browser can open." in error.inner_text()
+    sentence = "notes.png This file is not a picture the browser can open."
+    expect(tab.page.get_by_role("alert")).to_contain_text(sentence)
     tab.page.fill("textarea", "hello")
-    assert tab.page.get_by_role("button", name="Send").is_disabled()
+    expect(tab.page.get_by_role("button", name="Send")).to_be_disabled()
     tab.page.get_by_role("button", name="Remove notes.png").click()
-    assert tab.page.get_by_role("button", name="Send").is_enabled()
+    expect(tab.page.get_by_role("button", name="Send")).to_be_enabled()
 
 
 def test_an_upload_that_failed_can_be_tried_again(visit: Visit) -> None:
     tab = visit(quiet_network=False)
     tab.page.route("**/v1/files", lambda route: route.abort())
     tab.drop(("a.png", picture("red")))
-    assert "could not be reached" in tab.page.get_by_role("alert").inner_text()
+    expect(tab.page.get_by_role("alert")).to_contain_text("could not be reached")
     tab.page.unroute("**/v1/files")
     tab.page.get_by_role("button", name="Upload a.png again").click()
     tab.page.wait_for_selector(".tray [data-state=ready]")
@@ -117,4 +121,4 @@ def test_a_thumbnail_opens_large_and_escape_closes_it(visit: Visit) -> None:
     tab.page.wait_for_selector("dialog img")
     tab.page.keyboard.press("Escape")
     tab.page.wait_for_selector("dialog", state="detached")
-    assert tab.page.locator(".tray li").count() == 1
+    expect(tab.page.locator(".tray li")).to_have_count(1)

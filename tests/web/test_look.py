@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.server.conftest import Running
 from tests.web.conftest import Tab, picture
@@ -33,6 +34,12 @@ def f(x: int) -> int:
     return x  # comment
 ```
 """
+HEAR_LABELS = """() => {
+  const button = document.querySelector('.code-bar button');
+  window.labels = [];
+  new MutationObserver(() => window.labels.push(button.textContent))
+    .observe(button, { childList: true, characterData: true, subtree: true });
+}"""
 HOSTILE = """<img src=x onerror="window.hacked=1"> <script>window.hacked=1</script>
 
 [go](javascript:window.hacked=1) ![leak](https://evil.example/leak.png)
@@ -49,6 +56,7 @@ def violations(tab: Tab) -> list[str]:
     """What axe-core finds, as `rule: selectors`. Runs in an own world, past the page's policy."""
     if not AXE.is_file():
         pytest.skip("axe-core is not installed (npm ci in web/)")
+    tab.settle()
     tab.page.evaluate(AXE.read_text())
     found = tab.page.evaluate("axe.run()")["violations"]
     return [f"{rule['id']}: {[node['target'] for node in rule['nodes']]}" for rule in found]
@@ -83,20 +91,20 @@ def test_axe_finds_nothing_wrong_in_an_open_menu_or_a_failure(
     tab.wait("failed")
     assert violations(tab) == []
     tab.page.get_by_role("button", name="Open the list of chats").click()
-    tab.page.wait_for_timeout(400)
+    expect(tab.page.locator("nav")).to_be_visible()
     assert violations(tab) == []
 
 
 def test_the_page_speaks_the_browsers_language_and_switches(visit: Visit) -> None:
     tab = visit(locale="zh-CN")
-    assert tab.page.get_attribute("html", "lang") == "zh-CN"
-    assert tab.page.inner_text("h1") == "给我看一张图片"
+    page, title = tab.page.locator("html"), tab.page.locator("h1")
+    expect(page).to_have_attribute("lang", "zh-CN")
+    expect(title).to_have_text("给我看一张图片")
     tab.page.get_by_role("button", name="English").click()
-    assert tab.page.inner_text("h1") == "Show me a picture"
+    expect(title).to_have_text("Show me a picture")
     tab.page.reload()
-    tab.page.wait_for_selector("h1")
-    assert tab.page.inner_text("h1") == "Show me a picture"
-    assert tab.page.get_attribute("html", "lang") == "en"
+    expect(title).to_have_text("Show me a picture")
+    expect(page).to_have_attribute("lang", "en")
 
 
 @pytest.mark.parametrize(("scheme", "light"), [("light", True), ("dark", False)])
@@ -113,9 +121,11 @@ def test_a_phone_shows_everything_without_scrolling_sideways(server: Running, vi
     tab.page.fill("textarea", "Describe it")
     tab.page.locator("form button.go").click()
     tab.wait("done")
+    tab.page.wait_for_selector(".hljs-keyword")
+    tab.settle()
     assert tab.page.evaluate("document.documentElement.scrollWidth") == 390
     assert tab.page.evaluate("document.querySelector('.view').scrollWidth") <= 390
-    assert not tab.page.locator("nav").is_visible()
+    expect(tab.page.locator("nav")).to_be_hidden()
     tab.page.get_by_role("button", name="Open the list of chats").click()
     tab.page.locator("nav a").click()
     tab.page.wait_for_function("() => !document.querySelector('.side').classList.contains('open')")
@@ -123,20 +133,22 @@ def test_a_phone_shows_everything_without_scrolling_sideways(server: Running, vi
 
 def test_scrolling_up_is_left_alone_while_an_answer_grows(server: Running, visit: Visit) -> None:
     server.engine.script = "\n\n".join(f"paragraph {n}" for n in range(120))
-    server.engine.delay_s = 0.01
+    server.engine.hold_at = 2 * 41  # words
     tab = visit()
     tab.ask("Tell me.")
     tab.wait_for_text("paragraph 40")
     end = "(v => v.scrollHeight - v.scrollTop - v.clientHeight)(document.querySelector('.view'))"
-    assert tab.page.evaluate(end) < 60
+    tab.page.wait_for_function(f"() => {end} < 60")
     tab.page.hover(".view")
     tab.page.mouse.wheel(0, -100_000)
     # The browser scrolls some frames after the event; the top is where that is sure to be over.
     tab.page.wait_for_function("() => document.querySelector('.view').scrollTop === 0")
+    server.engine.hold_at = None
     tab.wait("done")
+    tab.settle()
     assert tab.page.evaluate("document.querySelector('.view').scrollTop") == 0
     tab.page.get_by_role("button", name="Jump to the newest message").click()
-    assert tab.page.evaluate(end) < 2
+    tab.page.wait_for_function(f"() => {end} < 2")
 
 
 def test_a_hostile_answer_runs_nothing_and_fetches_nothing(server: Running, visit: Visit) -> None:
@@ -146,7 +158,8 @@ def test_a_hostile_answer_runs_nothing_and_fetches_nothing(server: Running, visi
     tab.page.on("request", lambda request: asked.append(request.url))
     tab.ask("Be evil")
     tab.wait("done")
-    tab.page.wait_for_timeout(300)
+    tab.page.evaluate("fetch('health')")  # what the answer fetched or ran came before
+    tab.settle()
     assert tab.page.evaluate("window.hacked") is None
     assert tab.page.locator("article :is(img, script, svg[onload], iframe)").count() == 0
     assert not [url for url in asked if "evil" in url]
@@ -168,21 +181,22 @@ def test_code_can_be_copied(server: Running, visit: Visit) -> None:
     tab = visit(permissions=["clipboard-read", "clipboard-write"])
     tab.ask("Code, please")
     tab.wait("done")
+    tab.page.evaluate(HEAR_LABELS)  # the button says so for a moment only
     tab.page.get_by_role("button", name="Copy").click()
-    tab.page.get_by_role("button", name="Copied").wait_for()
+    tab.page.wait_for_function("() => window.labels.includes('Copied')")
     copied = tab.page.evaluate("navigator.clipboard.readText()")
     assert copied == "def f(x: int) -> int:\n    return x  # comment"
 
 
 def test_a_screen_reader_hears_the_beginning_and_the_end(server: Running, visit: Visit) -> None:
-    server.engine.script = "word " * 60
-    server.engine.delay_s = 0.02
+    server.engine.script, server.engine.hold_at = "word " * 60, 20
     tab = visit()
-    status = tab.page.locator("p[role=status]")
+    status, answer = tab.page.locator("p[role=status]"), tab.page.locator("article")
     tab.ask("Hello")
     tab.wait("streaming")
-    assert status.inner_text() == "Answering"
-    assert tab.page.get_attribute("article", "aria-busy") == "true"
+    expect(status).to_have_text("Answering")
+    expect(answer).to_have_attribute("aria-busy", "true")
+    server.engine.hold_at = None
     tab.wait("done")
-    assert status.inner_text() == "The answer is complete"
-    assert tab.page.get_attribute("article", "aria-busy") == "false"
+    expect(status).to_have_text("The answer is complete")
+    expect(answer).to_have_attribute("aria-busy", "false")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from playwright.sync_api import expect
 
-from tests.server.conftest import KEY, Running
+from tests.server.conftest import KEY, Running, eventually
 from tests.server.fake_engine import FakeEngine
+from tests.server.proxy import CuttingProxy
 from tests.web.conftest import Tab, picture
-from tests.web.proxy import CuttingProxy
 from tests.web.test_conversation import shape_of
 
 pytestmark = pytest.mark.browser
@@ -21,13 +22,14 @@ Launch = Callable[..., Running]
 def test_an_answer_cut_twice_ends_with_the_same_text(
     server: Running, proxy: CuttingProxy, visit: Visit
 ) -> None:
-    server.engine.script = " ".join(f"字{n}" for n in range(300))
-    server.engine.delay_s = 0.01
+    server.engine.script, server.engine.hold_at = " ".join(f"字{n}" for n in range(300)), 0
     tab = visit(proxy.url, quiet_network=False)
     tab.ask("Tell me.")
-    for mark in ("字40", "字120"):
-        tab.wait_for_text(mark)
+    for mark in (40, 120):
+        server.engine.hold_at = mark + 1
+        tab.wait_for_text(f"字{mark}")
         proxy.cut()
+    server.engine.hold_at = None
     assert tab.wait("done") == server.engine.script
     assert len(server.engine.prompts) == 1
     assert tab.answered("Again.") == server.engine.script
@@ -36,17 +38,17 @@ def test_an_answer_cut_twice_ends_with_the_same_text(
 def test_an_outage_is_shown_and_survived(
     server: Running, proxy: CuttingProxy, visit: Visit
 ) -> None:
-    server.engine.script = " ".join(f"word{n}" for n in range(100))
-    server.engine.delay_s = 0.01
+    server.engine.script, server.engine.hold_at = " ".join(f"word{n}" for n in range(100)), 21
     tab = visit(proxy.url, quiet_network=False)
     tab.ask("Tell me.")
     tab.wait_for_text("word20")
     proxy.refusing = True
     proxy.cut()
     tab.page.wait_for_selector("[data-link=retrying]")
-    tab.page.wait_for_timeout(1500)
+    assert eventually(lambda: proxy.num_refused >= 4)
     assert tab.page.locator("article[data-status=streaming]").count() == 1
     proxy.refusing = False
+    server.engine.hold_at = None
     assert tab.wait("done") == server.engine.script
     tab.page.wait_for_selector(".banner", state="detached")
 
@@ -102,6 +104,7 @@ def test_a_key_is_asked_for_once(launch: Launch, visit: Visit) -> None:
     tab.page.wait_for_selector("dialog", state="detached")
     tab.drop(("a.png", picture("red")))
     assert tab.answered("Hello").endswith("Hello")
+    tab.wait_until_stored("turns", "turns => turns[0]?.answer.status === 'done'")
     tab.page.reload()
     assert tab.answered("Again") == "you said: Again"
-    assert tab.page.locator("dialog").count() == 0
+    expect(tab.page.locator("dialog")).to_have_count(0)
