@@ -96,18 +96,28 @@ def gate_quantize(both: Floats, limit: float, rows: Int32s, scales: Floats) -> N
 
 @threaded
 def rotate_store(
-    qkv: Floats, cos: Floats, sin: Floats, slots: Ints, q: Floats, k_pool: Floats, v_pool: Floats
+    qkv: Floats,
+    cos: Floats,
+    sin: Floats,
+    slots: Ints,
+    q: Floats,
+    text: tuple[Floats, Floats],
+    vision: tuple[Floats, Floats],
 ) -> None:
     """From packed q, k, v to rotated q and stored k, v.
 
-    qkv [M, (H + 2 Hkv) D], cos and sin [M, D / 2], slots int64 [M], q [M, H, D] (out), pools
-    [Hkv, slots, D] (written).
+    qkv [M, (H + 2 Hkv) D], cos and sin [M, D / 2], q [M, H, D] (out); slots int64 [M] as an
+    `AttentionPlan` names them, in text and vision: (K, V), each [Hkv, slots, D] (written).
     """
     heads, dim = q.shape[1:]
-    kv_heads, half = k_pool.shape[0], dim // 2
+    kv_heads, half = text[0].shape[0], dim // 2
     for m in prange(q.shape[0]):
         slot = slots[m]
+        k_pool, v_pool = text if slot >= 0 else vision
+        slot = slot if slot >= 0 else -2 - slot
         for h in range(heads + kv_heads):
+            if h >= heads and slot < 0:
+                break  # NOWHERE
             for d in range(half):
                 a, b = qkv[m, h * dim + d], qkv[m, h * dim + half + d]
                 x = a * cos[m, d] - b * sin[m, d]
@@ -116,103 +126,122 @@ def rotate_store(
                     q[m, h, d], q[m, h, half + d] = x, y
                 else:
                     k_pool[h - heads, slot, d], k_pool[h - heads, slot, half + d] = x, y
-        for h in range(kv_heads):
+        for h in range(kv_heads if slot >= 0 else 0):
             for d in range(dim):
                 v_pool[h, slot, d] = qkv[m, (heads + kv_heads + h) * dim + d]
 
 
 @jit
 def _read_scores(
-    q: Floats, keys: Floats, pages: Ints, count: int, size: int, scores: Floats, at: int
+    q: Floats, keys: Floats, pages: Ints, lo: int, hi: int, size: int, scores: Floats, at: int
 ) -> None:
-    """scores [G, at : at + count] of q [G, D] against `count` keys in pages of keys [slots, D]."""
-    for t in range(count):
+    """scores [G, at : at + hi - lo] of q [G, D] against keys lo : hi in pages of keys [slots, D]."""
+    for t in range(lo, hi):
         slot = pages[t // size] * size + t % size
         for g in range(q.shape[0]):
             total = np.float32(0)
             for d in range(q.shape[1]):
                 total += q[g, d] * keys[slot, d]
-            scores[g, at + t] = total
+            scores[g, at + t - lo] = total
 
 
 @jit
 def _add_values(
-    weights: Floats, at: int, values: Floats, pages: Ints, count: int, size: int, out: Floats
+    weights: Floats, at: int, values: Floats, pages: Ints, lo: int, hi: int, size: int, out: Floats
 ) -> None:
-    """out [G, D] += weights [G, at : at + count] times `count` values in pages.
+    """out [G, D] += weights [G, at : at + hi - lo] times values [lo, hi) in pages.
 
     Four values at a time save three of four passes over `out`, where no four cross a page.
     """
-    fours = count // 4 * 4 if size % 4 == 0 else 0
-    for t in range(0, fours, 4):
+    start = min(-(-lo // 4) * 4, hi) if size % 4 == 0 else hi
+    fours = start + (hi - start) // 4 * 4
+    for t in range(start, fours, 4):
         slot = pages[t // size] * size + t % size
         for g in range(out.shape[0]):
-            w = weights[g, at + t : at + t + 4]
+            w = weights[g, at + t - lo : at + t - lo + 4]
             for d in range(out.shape[1]):
                 out[g, d] += (w[0] * values[slot, d] + w[1] * values[slot + 1, d]) + (
                     w[2] * values[slot + 2, d] + w[3] * values[slot + 3, d]
                 )
-    for t in range(fours, count):
+    for single in range(hi - lo - (fours - start)):
+        t = lo + single if lo + single < start else lo + single + fours - start
         slot = pages[t // size] * size + t % size
         for g in range(out.shape[0]):
-            weight = weights[g, at + t]
+            weight = weights[g, at + t - lo]
             for d in range(out.shape[1]):
                 out[g, d] += weight * values[slot, d]
+
+
+@jit
+def _turn(q: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
+    """out [G, D] = q [G, D] rotated by an angle, cos and sin [D / 2]."""
+    half = len(cos)
+    for g in range(q.shape[0]):
+        for d in range(half):
+            x, y = q[g, d], q[g, half + d]
+            out[g, d] = x * cos[d] - y * sin[d]
+            out[g, half + d] = y * cos[d] + x * sin[d]
 
 
 @threaded
 def row_attention(
     q: Floats,
-    own: tuple[Floats, Floats],
+    text: tuple[Floats, Floats],
     vision: tuple[Floats, Floats],
     size: int,
     pages: Ints,
     row: Ints,
-    hi: Ints,
-    image_first: Ints,
-    image_last: Ints,
+    query: Ints,
+    reads: Ints,
+    images: Ints,
     image_pages: Ints,
-    image_len: Ints,
+    image_reads: Ints,
     cos: Floats,
     sin: Floats,
     scale: float,
     out: Floats,
 ) -> None:
-    """Every query by itself over its own pages and the images before it.
+    """Every query by itself over its sequence's text and images.
 
-    q, out [M, H, D]; own and vision: (K, V), each [Hkv, slots, D]; query m reads hi[m] tokens in
-    pages[row[m]], pages int64 [B, P], and the images image_first[m] : image_last[m] of image_pages
-    int64 [N, V], image_len int64 [N] and cos, sin [N, D / 2] of the angle -base.
+    q, out [M, H, D]; text and vision: (K, V), each [Hkv, slots, D]. All else of a query is int64:
+    it is number query[m] of sequence row[m], reads the tokens reads[m] = lo, hi in pages[row[m]],
+    pages [B, P], and of the images n from images[m, 0] to images[m, 1] the tokens
+    image_reads[n, query[m]] = lo, hi in image_pages[n], [N, V]. cos, sin [N, D / 2]: the angle
+    -base.
     """
     count, heads, dim = q.shape
-    kv_heads, half = own[0].shape[0], dim // 2
+    kv_heads = text[0].shape[0]
     group = heads // kv_heads
     for task in prange(count * kv_heads):
         # From both ends by turns: later queries read more, and a thread takes neighbours.
         at_end, h = task // kv_heads, task % kv_heads
         m = count - 1 - at_end // 2 if at_end % 2 else at_end // 2
-        first, last, length = image_first[m], image_last[m], hi[m]
-        mine = pages[row[m]]
-        total = length + image_len[first:last].sum()
+        first, last, mine = images[m, 0], images[m, 1], pages[row[m]]
+        lo, hi = reads[m, 0], max(reads[m, 0], reads[m, 1])
+        total = hi - lo
+        for n in range(first, last):
+            total += max(image_reads[n, query[m], 1] - image_reads[n, query[m], 0], 0)
         scores, bits = np.empty((group, total), np.float32), np.empty(total, np.int32)
         turned = np.empty((group, dim), np.float32)
         asked = q[m, h * group : (h + 1) * group] * np.float32(scale)
         result = out[m, h * group : (h + 1) * group]
-        _read_scores(asked, own[0][h], mine, length, size, scores, 0)
-        at = length
+        _read_scores(asked, text[0][h], mine, lo, hi, size, scores, 0)
+        at = hi - lo
         for n in range(first, last):
-            for g in range(group):
-                for d in range(half):
-                    x, y = asked[g, d], asked[g, half + d]
-                    turned[g, d] = x * cos[n, d] - y * sin[n, d]
-                    turned[g, half + d] = y * cos[n, d] + x * sin[n, d]
-            _read_scores(turned, vision[0][h], image_pages[n], image_len[n], size, scores, at)
-            at += image_len[n]
+            start, end = image_reads[n, query[m]]
+            if end <= start:
+                continue
+            _turn(asked, cos[n], sin[n], turned)
+            _read_scores(turned, vision[0][h], image_pages[n], start, end, size, scores, at)
+            at += end - start
         for g in range(group):
             _softmax(scores[g], bits)
         result[:] = 0
-        _add_values(scores, 0, own[1][h], mine, length, size, result)
-        at = length
+        _add_values(scores, 0, text[1][h], mine, lo, hi, size, result)
+        at = hi - lo
         for n in range(first, last):
-            _add_values(scores, at, vision[1][h], image_pages[n], image_len[n], size, result)
-            at += image_len[n]
+            start, end = image_reads[n, query[m]]
+            if end <= start:
+                continue
+            _add_values(scores, at, vision[1][h], image_pages[n], start, end, size, result)
+            at += end - start

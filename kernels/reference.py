@@ -3,15 +3,15 @@
 Owns the meaning of `AttentionPlan`: which keys every query reads and how its rotation is adjusted.
 Knows nothing of sequences, models or scheduling.
 
-A query at position p reads (1) the tokens [0, hi) of its own sequence, from pages of its own pool,
-whose keys are rotated as the sequence counts positions, and (2) every image placed before it, from
-vision pages, whose keys are rotated at the image's *local* positions 0..n-1. For an image at base
-position b the query is rotated by a further -b, because R(p-b) q . R(l) k = R(p) q . R(b+l) k: the
-stored bytes never change. Each part yields an output and a log-sum-exp; parts are merged in logical
-order.
+A query reads an interval of its sequence's text tokens, from pages of the text pool, and an
+interval of its sequence's visual tokens (counted through all its images), from pages of the vision
+pool. Causal attention, sliding windows, an image that reads itself alone or its context too, and
+cross attention differ in nothing but these two intervals.
 
-Text is a sequence in the text pool. An image being computed is a sequence in the vision pool whose
-every query reads all of it and no image.
+Keys of text are rotated as the sequence counts positions. An image's are, too, or at its *local*
+positions 0..n-1: then, for an image at base position b, the query is rotated by a further -b,
+because R(p-b) q . R(l) k = R(p) q . R(b+l) k: the stored bytes never change. Each part yields an
+output and a log-sum-exp; parts are merged in a fixed order, text first.
 """
 
 from __future__ import annotations
@@ -23,57 +23,95 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NOWHERE = -1  # the slot of a row that is stored in neither pool
+
+
+def vision_slot(slot: Any) -> Any:
+    """How a plan names a slot of the vision pool; slots of the text pool are named by themselves.
+
+    It is its own inverse.
+    """
+    return -2 - slot
+
 
 @dataclass(frozen=True)
 class QueryGroup:
     """B sequences with Q queries each, consecutive in the flat batch; all tensors on one device.
 
-    `start`: first flat query. `pages` [B, P] int64 (padded with 0): pages of the sequences' own
-    pool. `hi` [B, Q] int64: how many of their tokens each query reads. Image parts, N of them over
-    all B sequences, in logical order: `image_pages` [N, V] int64 (padded with 0), `image_len` [N]
-    int64 tokens, `image_row` [N] int64 the sequence, `image_slot` [N] int64 its place among the
-    B * max_images slots, `image_seen` [N, Q] bool, `cos`, `sin` [N, D/2] float32 of the angle
-    -base.
+    `start`: first flat query. `pages` [B, P] int64 (padded with 0): the sequences' text pages.
+    `lo`, `hi` [B, Q] int64: the text tokens that each query reads, and `visual_lo`, `visual_hi`
+    [B, Q] the visual ones. Images, N of them over all B sequences, in logical order:
+    `image_pages` [N, V] int64 (padded with 0), `image_len` [N] int64 tokens, `image_first` [N] the
+    visual index of the first one, `image_row` [N] the sequence, `image_slot` [N] its place among
+    the B * max_images slots, `cos`, `sin` [N, D/2] float32 of the angle -base (0 where keys are
+    rotated as the sequence counts).
     """
 
     start: int
     num_seqs: int
     num_queries: int
     pages: Tensor
+    lo: Tensor
     hi: Tensor
+    visual_lo: Tensor
+    visual_hi: Tensor
     image_pages: Tensor
     image_len: Tensor
+    image_first: Tensor
     image_row: Tensor
     image_slot: Tensor
-    image_seen: Tensor
     cos: Tensor
     sin: Tensor
     max_images: int
 
     @cached_property
+    def image_lo(self) -> Tensor:
+        """[N, Q] int64: the first token of each image that each query of its sequence reads."""
+        return (self.visual_lo[self.image_row] - self.image_first[:, None]).clamp_min(0)
+
+    @cached_property
+    def image_hi(self) -> Tensor:
+        """[N, Q] int64: where what it reads ends; not above `image_lo` where it reads nothing."""
+        end = self.visual_hi[self.image_row] - self.image_first[:, None]
+        return torch.minimum(end, self.image_len[:, None])
+
+    @cached_property
     def arrays(self) -> tuple[Any, ...]:
         """What `cpu.row_attention` reads between the pools and the scale, as numpy views."""
         row = torch.arange(self.num_seqs).repeat_interleave(self.num_queries)
-        seen = torch.zeros(self.num_seqs, self.num_queries, dtype=torch.long)
-        seen.index_add_(0, self.image_row, self.image_seen.long())
-        first = torch.searchsorted(self.image_row, row)
-        reads = (self.hi.flatten(), first, first + seen.flatten())
-        parts = (self.pages, row, *reads, self.image_pages, self.image_len, self.cos, self.sin)
+        query = torch.arange(self.num_queries).repeat(self.num_seqs)
+        reads = torch.stack((self.lo.flatten(), self.hi.flatten()), 1)
+        borders = (torch.searchsorted(self.image_row, row, right=right) for right in (False, True))
+        of_images = (torch.stack(tuple(borders), 1), self.image_pages)
+        image_reads = torch.stack((self.image_lo, self.image_hi), 2)
+        parts = (self.pages, row, query, reads, *of_images, image_reads, self.cos, self.sin)
         return tuple(x.contiguous().numpy() for x in parts)
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """One step's reading and writing, shared by all layers.
+    """One step's reading and writing, shared by all layers that read the same keys.
 
-    `slots` [T] int64: page * page_size + offset in the own pool of each new token; `cos`, `sin`
-    [T, D/2] float32 of its rotary position.
+    `slots` [T] int64: where each new token is stored, page * page_size + offset in the text pool,
+    or a `vision_slot`, or NOWHERE; `cos`, `sin` [T, D/2] float32 of its rotary position.
     """
 
     slots: Tensor
     cos: Tensor
     sin: Tensor
     groups: tuple[QueryGroup, ...]
+
+    @cached_property
+    def writes(self) -> tuple[tuple[Tensor | None, Tensor] | None, ...]:
+        """For the text and the vision pool: the flat rows (None: all) and their slots there."""
+        text = self.slots >= 0
+        found: list[tuple[Tensor | None, Tensor] | None] = []
+        for rows, slots in ((text, self.slots), (self.slots < NOWHERE, vision_slot(self.slots))):
+            if rows.all():
+                found.append((None, slots))
+            else:
+                found.append((rows.nonzero()[:, 0], slots[rows]) if rows.any() else None)
+        return tuple(found)
 
 
 def rope_table(max_position: int, head_dim: int, theta: float) -> Tensor:
@@ -97,6 +135,18 @@ def write_kv(pool: Tensor, slots: Tensor, new: Tensor) -> None:
     pool.view(pool.shape[0], -1, pool.shape[3])[:, slots] = new.transpose(0, 1).to(pool.dtype)
 
 
+def write_step(
+    plan: AttentionPlan, text: tuple[Tensor, Tensor], vision: tuple[Tensor, Tensor], *new: Tensor
+) -> None:
+    """Store a step's keys and values, each [T, Hkv, D], in the pools that the plan names."""
+    for pools, write in zip((text, vision), plan.writes, strict=True):
+        if write is None:
+            continue
+        rows, slots = write
+        for pool, tensor in zip(pools, new, strict=True):
+            write_kv(pool, slots, tensor if rows is None else tensor[rows])
+
+
 def read_pages(pool: Tensor, pages: Tensor) -> Tensor:
     """Gather pages [B, P] of pool [Hkv, pages, page_size, D] -> [B, Hkv, P * page_size, D]."""
     heads, _, size, dim = pool.shape
@@ -104,17 +154,22 @@ def read_pages(pool: Tensor, pages: Tensor) -> Tensor:
     return rows.view(heads, pages.shape[0], pages.shape[1] * size, dim).transpose(0, 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Softmax attention with grouped heads, and its log-sum-exp.
 
     q [B, Q, H, D], k and v [B, Hkv, L, D], mask [B, Q, L] bool (True: read) ->
-    out [B, Q, H, D], lse [B, Q, H]; a query that reads nothing gives 0 and -inf.
+    out [B, Q, H, D], lse [B, Q, H]; a query that reads nothing gives 0 and -inf. `softcap` c:
+    scores s become c tanh(s / c) (Gemma 2).
     """
     num_seqs, num_queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.view(num_seqs, num_queries, kv_heads, -1, dim).permute(0, 2, 3, 1, 4)
     rows = grouped.reshape(num_seqs, kv_heads, -1, dim)  # [B, Hkv, G * Q, D]
     scores = torch.matmul(rows * scale, k.to(q.dtype).transpose(2, 3))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.view(num_seqs, kv_heads, -1, num_queries, k.shape[2])
     scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
     top = scores.amax(-1, keepdim=True).clamp_min(-1e30)  # finite even where nothing is read
@@ -139,47 +194,62 @@ def merge(outs: Tensor, lses: Tensor) -> Tensor:
 def group_attention(
     q: Tensor,
     group: QueryGroup,
-    own: tuple[Tensor, Tensor],
+    text: tuple[Tensor, Tensor],
     vision: tuple[Tensor, Tensor],
     scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one group. q [B, Q, H, D] rotated at absolute positions -> [B, Q, H, D]."""
-    k, v = (read_pages(pool, group.pages) for pool in own)
-    index = torch.arange(k.shape[2], device=q.device)
-    out, lse = attend(q, k, v, index < group.hi[..., None], scale)
-    if not len(group.image_row):
-        return out
-    k, v = (read_pages(pool, group.image_pages) for pool in vision)
-    local = torch.arange(k.shape[2], device=q.device)
-    seen = (local < group.image_len[:, None])[:, None] & group.image_seen[..., None]
-    turned = rotate(q[group.image_row], group.cos[:, None, None], group.sin[:, None, None])
-    image_out, image_lse = attend(turned, k, v, seen, scale)
-    shape = (group.num_seqs * group.max_images, *out.shape[1:])
-    outs, lses = out.new_zeros(shape), lse.new_full(shape[:-1], float("-inf"))
-    outs[group.image_slot], lses[group.image_slot] = image_out, image_lse
-    parts = (group.num_seqs, group.max_images)
-    return merge(
-        torch.cat((out.unsqueeze(1), outs.view(*parts, *out.shape[1:])), 1),
-        torch.cat((lse.unsqueeze(1), lses.view(*parts, *lse.shape[1:])), 1),
-    )
+    parts: list[tuple[Tensor, Tensor]] = []
+    if group.pages.shape[1]:
+        k, v = (read_pages(pool, group.pages) for pool in text)
+        index = torch.arange(k.shape[2], device=q.device)
+        mask = (index >= group.lo[..., None]) & (index < group.hi[..., None])
+        out, lse = attend(q, k, v, mask, scale, softcap)
+        parts.append((out[:, None], lse[:, None]))
+    if len(group.image_row):
+        k, v = (read_pages(pool, group.image_pages) for pool in vision)
+        index = torch.arange(k.shape[2], device=q.device)
+        mask = (index >= group.image_lo[..., None]) & (index < group.image_hi[..., None])
+        turned = rotate(q[group.image_row], group.cos[:, None, None], group.sin[:, None, None])
+        image_out, image_lse = attend(turned, k, v, mask, scale, softcap)
+        shape = (group.num_seqs * group.max_images, *q.shape[1:])
+        outs, lses = q.new_zeros(shape), q.new_full(shape[:-1], float("-inf"))
+        outs[group.image_slot], lses[group.image_slot] = image_out, image_lse
+        by_seq = (group.num_seqs, group.max_images)
+        parts.append((outs.view(*by_seq, *q.shape[1:]), lses.view(*by_seq, *q.shape[1:-1])))
+    if sinks is not None:
+        lse = sinks.to(q.dtype).expand(group.num_seqs, 1, group.num_queries, -1)
+        parts.append((torch.zeros_like(q)[:, None], lse))
+    if not parts:
+        return torch.zeros_like(q)
+    if len(parts) == 1 and parts[0][0].shape[1] == 1:
+        return parts[0][0][:, 0]
+    return merge(torch.cat([o for o, _ in parts], 1), torch.cat([x for _, x in parts], 1))
 
 
 def paged_attention(
     q: Tensor,
     plan: AttentionPlan,
-    own: tuple[Tensor, Tensor],
+    text: tuple[Tensor, Tensor],
     vision: tuple[Tensor, Tensor],
     scale: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a whole step over one layer's pools.
 
-    q [T, H, D]; own and vision: (K, V), each [Hkv, pages, page_size, D]; -> [T, H, D].
-    The step's own keys and values must already be written (`write_kv`).
+    q [T, H, D]; text and vision: (K, V), each [Hkv, pages, page_size, D]; -> [T, H, D]. `sinks`
+    [H]: scores that a model learned for a key without value, which every query reads. The step's
+    own keys and values must already be written (`write_step`).
     """
     outs = []
     for group in plan.groups:
         count = group.num_seqs * group.num_queries
         rows = q[group.start : group.start + count]
         rows = rows.view(group.num_seqs, group.num_queries, *q.shape[1:])
-        outs.append(group_attention(rows, group, own, vision, scale).flatten(0, 1))
+        out = group_attention(rows, group, text, vision, scale, softcap, sinks)
+        outs.append(out.flatten(0, 1))
     return torch.cat(outs) if len(outs) > 1 else outs[0]

@@ -4,16 +4,19 @@ Owns `SamplingParams`, segments, `Request`, `Sequence` (tokens, images, lengths,
 events that leave the engine. Knows nothing of tensors, pages' contents, JSON or sockets.
 
 A sequence is a list of segments: text tokens or one image. Only text tokens live in the text KV
-pool, so a text token has two coordinates: its **text index** i (its slot among the sequence's text
-pages) and its **position** p (what rotary embedding sees), where p = i + the visual tokens of the
-images before it.
+pool, so a text token has a **text index** i (its slot among the sequence's text pages) and a
+**position** p (what rotary embedding sees), where p = i + the spans of the images before it. A
+visual token has a **visual index**, counted through all images of its sequence. What a query reads
+is an interval of text indices and one of visual indices.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import sys
 import time
+from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,12 +48,26 @@ class ImageInput:
 
     `digest` [32 bytes] is its identity (see vision.preprocess); `pixels` is what the decoder made
     of `data`, or None when the pool already held the digest and decoding was skipped.
+
+    Of a transformers checkpoint: `token_ids` is the run that its processor makes of the image, the
+    tokens between image tokens included; `inputs` are the processor's tensors; `positions` int
+    [axes, num_tokens], from 0, where they are not simply 0, 1, 2 ...; `span` is how far the image
+    moves the position of what follows (None: num_tokens).
     """
 
     digest: bytes
     data: bytes
     num_tokens: int
     pixels: Any = None
+    token_ids: tuple[int, ...] | None = None
+    inputs: Any = None
+    positions: Any = None
+    span: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Positions that it takes."""
+        return self.num_tokens if self.span is None else self.span
 
 
 @dataclass(frozen=True)
@@ -142,12 +159,19 @@ class SequenceStatus(enum.Enum):
 
 @dataclass
 class PlacedImage:
-    """An image at its place: before text token `text_index`, visual positions from `base`."""
+    """An image at its place: before text token `text_index`, positions from `base`, its tokens
+    `visual_index` and on among the sequence's visual tokens.
+
+    `key` names its KV in the vision pool: the image's digest where its KV depends on nothing else,
+    or with everything before it. `pages`: by layer group, while the sequence holds the image.
+    """
 
     image: ImageInput
     text_index: int
     base: int
-    pages: list[int] | None = None  # vision pages while the sequence holds the image
+    visual_index: int
+    key: bytes
+    pages: list[list[int]] | None = None
 
 
 class Sequence:
@@ -161,38 +185,52 @@ class Sequence:
     mean equal KV at equal positions; a pending token has no key.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, in_context: bool = False) -> None:
+        """`in_context`: images see what stands before them, and are known by it, too."""
         self.request = request
+        self.in_context = in_context
         self.status = SequenceStatus.WAITING
         self.token_ids: list[int] = []
         self.images: list[PlacedImage] = []
         self.keys: list[Hashable] = []
-        self.pages: list[int] = []  # text pages, logical to physical
+        self.tables: list[list[int]] = [[]]  # by layer group: text pages, logical to physical
         self.num_computed_tokens = 0  # text tokens whose KV is in the pool
         self.num_pending = 0  # tokens at the end of `token_ids` whose values are not known yet
         self.num_cached_tokens = 0  # text tokens found in the prefix cache at first admission
         self.missing_images: frozenset[bytes] = frozenset()  # digests not found then
         self.images_ready = False  # all images' KV is written, and they are held
-        position = 0
+        # Images that the first generated token, which is always text, is the first to look at.
+        self._before_next = self._place(request)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_image_tokens = sum(p.image.num_tokens for p in self.images)
+        self._image_width = sum(p.image.width for p in self.images)
+        asked = request.params.max_tokens
+        # Text tokens, prompt and output, that it may come to.
+        self.token_limit = sys.maxsize if asked is None else self.num_prompt_tokens + asked
+
+    def _place(self, request: Request) -> list[bytes]:
+        """Lay the segments out; the digests of trailing images."""
+        position = visual = hashed = 0
         before: list[bytes] = []
+        context = hashlib.sha256()
         for segment in request.segments:
             if isinstance(segment, ImageSegment):
-                self.images.append(PlacedImage(segment.image, len(self.token_ids), position))
-                before.append(segment.image.digest)
-                position += segment.image.num_tokens
+                image, index = segment.image, len(self.token_ids)
+                run = array("q", self.token_ids[hashed:])
+                context.update(len(run).to_bytes(8, "little") + run.tobytes() + image.digest)
+                hashed = index
+                key = context.digest() if self.in_context else image.digest
+                self.images.append(PlacedImage(image, index, position, visual, key))
+                before.append(image.digest)
+                position += image.width
+                visual += image.num_tokens
                 continue
             for token in segment.token_ids:
                 self.token_ids.append(token)
                 self.keys.append((*before, token) if before else token)
                 before.clear()
             position += len(segment.token_ids)
-        # A trailing image is looked at by the first generated token, which is always text.
-        self._before_next = before
-        self.num_prompt_tokens = len(self.token_ids)
-        self.num_image_tokens = sum(p.image.num_tokens for p in self.images)
-        asked = request.params.max_tokens
-        # Text tokens, prompt and output, that it may come to.
-        self.token_limit = sys.maxsize if asked is None else self.num_prompt_tokens + asked
+        return before
 
     @property
     def id(self) -> str:
@@ -230,8 +268,31 @@ class Sequence:
         """The rotary position of a text token."""
         images = self.images
         if not images or text_index >= images[-1].text_index:
-            return text_index + self.num_image_tokens
-        return text_index + sum(p.image.num_tokens for p in images if p.text_index <= text_index)
+            return text_index + self._image_width
+        return text_index + sum(p.image.width for p in images if p.text_index <= text_index)
+
+    def visual_before(self, text_index: int) -> int:
+        """Visual tokens of the images before a text token: its own visual index, so to say."""
+        images = self.images
+        if not images or text_index >= images[-1].text_index:
+            return self.num_image_tokens
+        return next(p.visual_index for p in images if p.text_index > text_index)
+
+    def split(self, count: int) -> tuple[int, int]:
+        """How many text and how many visual tokens are among the sequence's first `count`."""
+        text = count
+        for placed in self.images:
+            before = placed.text_index + placed.visual_index
+            if before >= count:
+                break
+            inside = min(count - before, placed.image.num_tokens)
+            text = count - placed.visual_index - inside
+        return text, count - text
+
+    def window_start(self, text_index: int, visual_index: int, window: int) -> tuple[int, int]:
+        """The first text and the first visual index that a token with these indices reads through
+        a window of so many tokens, itself included."""
+        return self.split(max(text_index + visual_index + 1 - window, 0))
 
     def append(self, token_id: int) -> None:
         assert not self.num_pending, "a pending token has to be settled first"

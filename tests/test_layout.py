@@ -20,7 +20,10 @@ LINKS = {"vision": "vision", "kernels": "kernels", "configs": "configs", "webui"
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
-TYPES = {"config", "errors", "request", "prompt", "tokenizer", "metrics", "energy"}
+TYPES = {
+    *("config", "errors", "request", "prompt", "tokenizer", "guarded", "hub_prompt"),
+    *("metrics", "energy"),
+}
 BOOKS = {"cache.page_pool", "cache.radix_cache", "cache.vision_index"}  # page counts, no tensors
 
 # What a part may import of the package; a name covers its submodules. Each part may import itself.
@@ -32,11 +35,13 @@ ALLOWED = {
     "metrics": set(),
     "energy": set(),
     "prompt": {"errors", "request", "tokenizer"},
+    "guarded": set(),
+    "hub_prompt": {"errors", "request", "prompt", "guarded"},
     "kernels": set(),
     "vision": {"config", "errors", "kernels"},
     "cache": {"config", "request", "kernels"},
     "scheduler": {"config", "errors", "request", *BOOKS},
-    "model": {"config", "errors", "kernels", "vision", "cache.kv_pool"},
+    "model": {"config", "errors", "kernels", "vision", "cache.kv_pool", "cache.layer_group"},
     "engine": TYPES | {"kernels", "vision", "cache", "scheduler", "model"},
     "server": TYPES,
     "chat": TYPES | {"engine"},
@@ -51,6 +56,7 @@ FORBIDDEN = {
     "errors": {"*"},
     "request": {"*"},
     **dict.fromkeys(("prompt", "tokenizer", "metrics", "scheduler", *BOOKS), {"torch", "numpy"}),
+    **dict.fromkeys(("guarded", "hub_prompt"), {"torch", "numpy", "transformers"}),
     "kernels": {"transformers", "timm", "open_clip", "starlette", "uvicorn"},
     "server": {"torch", "transformers", "numpy", "PIL"},
 }

@@ -102,7 +102,7 @@ def _bound(engine: Engine, phase: Phase, summary: Summary, shape: Shape, bandwid
     streams = min(len(phase.sessions), engine.scheduler.config.max_num_seqs)
     if not phase.concurrent:
         streams = 1
-    kv = engine.runner.text.shape
+    kv = engine.runner.text[0].shape
     footprint = Footprint(_weights(engine), kv.page_bytes // kv.page_size)
     context = summary.prompt_tokens + shape.output_tokens / 2
     return Bound(
@@ -118,7 +118,7 @@ def _bound(engine: Engine, phase: Phase, summary: Summary, shape: Shape, bandwid
 def _weights(engine: Engine) -> int:
     """Bytes of all matrices a token passes through, from the model's shape."""
     c = engine.runner.lm.config
-    kv = engine.runner.text.shape
+    kv = engine.runner.text[0].shape
     heads = c.num_attention_heads * kv.head_dim
     attention = c.hidden_size * (2 * heads + 2 * kv.num_kv_heads * kv.head_dim)
     mlp = 3 * c.hidden_size * c.intermediate_size

@@ -90,7 +90,7 @@ def _lines(
     if loaded.device.type == "cuda":
         torch.cuda.empty_cache()
     engine = Engine(_engine_config(suite, config, loaded), loaded)
-    itemsize = 1 if engine.runner.dtype == "int8" else engine.runner.text.shape.dtype.itemsize
+    itemsize = 1 if engine.runner.dtype == "int8" else engine.runner.text[0].shape.dtype.itemsize
     sizes = dataclasses.replace(sizes, itemsize=itemsize)
     read = board_reader(board_uuid(loaded.device)) if loaded.device.type == "cuda" else None
     load = Load(engine, read, suite.seed, deadline)

@@ -127,7 +127,7 @@ class Load:
         size = self.engine.scheduler.page_size
         need = sum(-(-(_text_tokens(prompt) + grown) // size) for prompt in prompts)
         if need > text.num_pages:
-            gigabytes = need * self.engine.runner.text.shape.page_bytes / 1e9
+            gigabytes = need * self.engine.runner.text[0].shape.page_bytes / 1e9
             raise ValueError(f"does not fit: needs {gigabytes:.0f} GB of text KV")
         for prompt in prompts:
             self.add(prompt)
@@ -198,8 +198,8 @@ def _text_tokens(segments: Sequence[Segment]) -> int:
 def kv_bytes(load: Load) -> tuple[int, int]:
     """Bytes of KV that a decode step must read: each page once, and once for each sequence."""
     runner, running = load.engine.runner, load.engine.scheduler.running
-    text = [page for seq in running for page in seq.pages]
-    vision = [page for seq in running for i in seq.images for page in i.pages or ()]
-    sizes = runner.text.shape.page_bytes, runner.vision.shape.page_bytes
+    text = [page for seq in running for page in seq.tables[0]]
+    vision = [page for seq in running for i in seq.images for page in (i.pages or [[]])[0]]
+    sizes = runner.text[0].shape.page_bytes, runner.vision[0].shape.page_bytes
     once = len(set(text)) * sizes[0] + len(set(vision)) * sizes[1]
     return once, len(text) * sizes[0] + len(vision) * sizes[1]

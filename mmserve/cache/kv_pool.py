@@ -53,7 +53,7 @@ class KVPool:
 
     @cached_property
     def arrays(self) -> list[tuple[Any, Any]]:
-        """Per layer (K, V) as numpy views [Hkv, slots, D], for the compiled CPU kernels."""
+        """By layer (K, V) as numpy views [Hkv, slots, D], for the compiled CPU kernels."""
         return [(k.numpy(), v.numpy()) for k, v in self.tensor.flatten(3, 4).unbind(0)]
 
 

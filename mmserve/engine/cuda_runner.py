@@ -120,7 +120,7 @@ class CUDARunner(ModelRunner):
         self._make_room(slots=8192, ints=1 << 18)
         self._previous = torch.zeros(MOST_SEQUENCES, dtype=torch.long, device=self.device)
         self._embeds = torch.zeros(
-            BUCKETS[-1], config.hidden_size, dtype=self.text.shape.dtype, device=self.device
+            BUCKETS[-1], config.hidden_size, dtype=self.text[0].shape.dtype, device=self.device
         )
         self._lanes: weakref.WeakKeyDictionary[Sequence, _Lane] = weakref.WeakKeyDictionary()
         self._processors = 1
@@ -142,16 +142,16 @@ class CUDARunner(ModelRunner):
             rows = np.full((3, count), [[0], [0], [-1]], np.int32)
             for context in (1, long):
                 readers = [work.Reader(row, 1, context, pages) for row in range(count)]
-                self._run(readers, rows, self.text)
+                self._run(readers, rows, self.text[0])
             if count > 1:
                 one, rest = work.Reader(0, 1, long, pages), work.Reader(1, count - 1, long, pages)
-                self._run([work.Reader(0, count, long, pages)], rows, self.text)
-                self._run([one, rest], rows, self.text)
+                self._run([work.Reader(0, count, long, pages)], rows, self.text[0])
+                self._run([one, rest], rows, self.text[0])
         count = self._image_tokens
         rows = np.full((3, count), [[0], [0], [-1]], np.int32)
         image = work.Reader(0, count, count, np.zeros(count, np.int32), whole=True)
-        blank = torch.zeros(count, width, dtype=self.text.shape.dtype, device=self.device)
-        self._run([image], rows, self.vision, blank)
+        blank = torch.zeros(count, width, dtype=self.text[0].shape.dtype, device=self.device)
+        self._run([image], rows, self.vision[0], blank)
 
     @torch.inference_mode()
     def encode(self, job: ImageJob, pixels: Tensor) -> None:
@@ -162,13 +162,13 @@ class CUDARunner(ModelRunner):
         """
         with sdpa_kernel(BACKENDS, set_priority=True):
             embeds = self.vision_model.encode(send(pixels, self.device))[0]
-        count, page_size = len(embeds), self.vision.shape.page_size
-        pages = np.asarray(job.pages, np.int32)
+        count, page_size = len(embeds), self.vision[0].shape.page_size
+        pages = np.asarray(job.pages[0], np.int32)
         index = np.arange(count, dtype=np.int32)
         slots = _slots(pages, index, page_size)
         reader = work.Reader(0, count, count, pages, whole=True)
         rows = np.stack([index * 0, index, slots])
-        self._run([reader], rows, self.vision, embeds.to(self.text.shape.dtype))
+        self._run([reader], rows, self.vision[0], embeds.to(self.text[0].shape.dtype))
 
     @torch.inference_mode()
     def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
@@ -184,7 +184,7 @@ class CUDARunner(ModelRunner):
         if self._sliced:
             return self._run_sliced(chunks)
         rows, readers, last = self._lay_out(chunks)
-        hidden = self._run(readers, rows, self.text)
+        hidden = self._run(readers, rows, self.text[0])
         sampling = [i for i, c in enumerate(chunks) if c.samples]
         if not sampling:
             return None
@@ -211,7 +211,7 @@ class CUDARunner(ModelRunner):
         values = []
         for part in filter(None, slices):
             rows, readers, last = self._lay_out(part)
-            hidden = self._run(readers, rows, self.text)
+            hidden = self._run(readers, rows, self.text[0])
             picked = [row for row, chunk in zip(last, part, strict=True) if chunk.samples]
             if picked:
                 index = upload(picked, torch.long, self.device)
@@ -225,7 +225,7 @@ class CUDARunner(ModelRunner):
         positions: list[int] = []
         slots: list[int] = []
         readers, last = [], []
-        size = self.text.shape.page_size
+        size = self.text[0].shape.page_size
         for chunk in chunks:
             seq, start, end = chunk.seq, chunk.start, chunk.start + chunk.count
             lane = self._lane(seq)
@@ -234,7 +234,7 @@ class CUDARunner(ModelRunner):
             if chunk.count == 1:
                 ids.append(seq.token_ids[start])
                 positions.append(seq.position(start))
-                slots.append(seq.pages[start // size] * size + start % size)
+                slots.append(seq.tables[0][start // size] * size + start % size)
             else:
                 ids += seq.token_ids[start:end]
                 index = np.arange(start, end)
@@ -248,18 +248,18 @@ class CUDARunner(ModelRunner):
 
     def _lane(self, seq: Sequence) -> _Lane:
         lane = self._lanes.get(seq)
-        if lane is None or lane.source is not seq.pages:
+        if lane is None or lane.source is not seq.tables[0]:
             images = tuple(
                 work.ImagePart(
-                    p.image.digest,
-                    np.asarray(p.pages, np.int32),
+                    p.key,
+                    np.asarray((p.pages or [])[0], np.int32),
                     p.image.num_tokens,
                     p.base,
                     p.text_index,
                 )
                 for p in seq.images
             )
-            lane = self._lanes[seq] = _Lane(seq.pages, np.zeros(64, np.int32), 0, images)
+            lane = self._lanes[seq] = _Lane(seq.tables[0], np.zeros(64, np.int32), 0, images)
         return lane
 
     # -- launching ------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class CUDARunner(ModelRunner):
         launch = Launch.of(
             tables, own.shape.num_kv_heads, self._processors, deterministic=self._sliced
         )
-        shape = Shape(bucket, own is self.vision, launch)
+        shape = Shape(bucket, own is self.vision[0], launch)
         if embeds is not None and not captured:
             embeds = functional.pad(embeds, (0, 0, 0, bucket - count))
         if not captured:
@@ -313,7 +313,7 @@ class CUDARunner(ModelRunner):
             # Memory of all graphs together: only one runs at a time. Its handle dies with them.
             self._memory = torch.cuda.graph_pool_handle()
         self._slots, self._ints = max(slots, 2 * self._slots), max(ints, 2 * self._ints)
-        dim = self.text.shape.head_dim
+        dim = self.text[0].shape.head_dim
         self._graphs: dict[Shape, tuple[Any, Tensor]] = {}
         self._scratch = Scratch(self._slots, self._heads, dim, self.device)
         self._work = torch.zeros(self._ints, dtype=torch.int32, device=self.device)
@@ -322,7 +322,7 @@ class CUDARunner(ModelRunner):
         """Whether a library's causal attention over the chunk alone is all it takes."""
         alone = reader.hi == 1 and not reader.images and not reader.whole
         alone = alone and not self._sliced
-        return alone and reader.count > BUCKETS[-1] and self.text.shape.dtype.itemsize == 2
+        return alone and reader.count > BUCKETS[-1] and self.text[0].shape.dtype.itemsize == 2
 
     def _dense(self, reader: work.Reader, slots: Any) -> DenseChunk:
         first, count = reader.first_row, reader.count
@@ -351,7 +351,7 @@ class CUDARunner(ModelRunner):
         """Everything between the tables and the hidden states, from device memory alone."""
         rows = shape.rows
         ids, positions, slots = self._work[work.HEADER : work.HEADER + 3 * rows].view(3, rows)
-        own = self.vision if shape.in_vision else self.text
+        own = self.vision[0] if shape.in_vision else self.text[0]
         step = CUDAStep(
             work=self._work,
             positions=positions,
@@ -360,7 +360,7 @@ class CUDARunner(ModelRunner):
             scratch=self._scratch,
             launch=shape.launch,
             own=own,
-            vision=self.vision,
+            vision=self.vision[0],
             dense=dense,
         )
         if embeds is None:

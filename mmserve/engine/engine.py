@@ -64,7 +64,7 @@ class Engine:
             image_prefix=spec.image_prefix,
             image_suffix=spec.image_suffix,
         )
-        text, vision = self.runner.text, self.runner.vision
+        text, vision = self.runner.text[0], self.runner.vision[0]
         page_size = config.cache.page_size
         self.scheduler = Scheduler(
             config.scheduler,
@@ -139,23 +139,23 @@ class Engine:
     def _encode(self, job: ImageJob) -> None:
         """Write one image's KV; a failure ends the requests that need it and no others."""
         started = time.monotonic()
-        digest = job.image.digest
-        if self.runner.vision.index.lookup(digest) is None:
+        key, index = job.key, self.scheduler.vision
+        if index.lookup(key) is None:
             return  # its last holder has just ended, with another image that failed
         holders = [
             live
             for live in self._live.values()
-            if any(p.image.digest == digest and p.pages for p in live.seq.images)
+            if any(p.key == key and p.pages for p in live.seq.images)
         ]
         try:
             self.runner.encode(job, self.pipeline.pixels(job.image))
         except Exception:
             logger.exception("encoding an image failed")
-            self.runner.vision.index.discard(digest)
+            index.discard(key)
             for live in holders:
                 self._finish(live, FinishReason.ERROR, "The image could not be encoded.")
             return
-        self.runner.vision.index.mark_ready(digest)
+        index.mark_ready(key)
         self.metrics.vision_encoder_runs.inc()
         self.metrics.vision_kv_writes.inc()
         for live in holders:

@@ -111,9 +111,9 @@ class Live:
     def usage(self) -> Usage:
         seq = self.seq
         computed = {
-            p.image.digest: p.image.num_tokens
+            p.key: p.image.num_tokens
             for p in seq.images
-            if p.image.digest in seq.missing_images
+            if p.key in seq.missing_images
         }
         cached_images = seq.num_image_tokens - sum(computed.values())
         return Usage(

@@ -76,7 +76,7 @@ def step_work(batch: Batch) -> list[Work]:
         if hits := _found(seq) if chunk.start == seq.num_cached_tokens else 0:
             work.append(Work(Part.IMAGE_HIT, hits, _payer(seq)))
     for job in batch.images:
-        waiting = (_payer(c.seq) for c in batch.chunks if _shows(c.seq, job.image.digest))
+        waiting = (_payer(c.seq) for c in batch.chunks if _shows(c.seq, job.key))
         work.append(Work(Part.IMAGE_MISS, 1, next(waiting, None)))
     return work
 
@@ -86,8 +86,8 @@ def _payer(seq: Sequence) -> str | None:
 
 
 def _found(seq: Sequence) -> int:
-    return sum(p.image.digest not in seq.missing_images for p in seq.images)
+    return sum(p.key not in seq.missing_images for p in seq.images)
 
 
-def _shows(seq: Sequence, digest: bytes) -> bool:
-    return any(p.image.digest == digest for p in seq.images)
+def _shows(seq: Sequence, key: bytes) -> bool:
+    return any(p.key == key for p in seq.images)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
+from mmserve.cache.layer_group import LayerGroup
 from mmserve.config import CacheConfig, ModelConfig
-from mmserve.engine.plan import build_image, build_step
+from mmserve.engine.plan import Planner
 from mmserve.kernels.chain import has_kernels
-from mmserve.kernels.reference import rope_table
+from mmserve.kernels.reference import AttentionPlan, rope_table
 from mmserve.model import attention
 from mmserve.model.cpu_layer import CPULayer
 from mmserve.model.fuse import fuse
@@ -85,8 +86,12 @@ class ModelRunner:
             dtype=next(self.lm.parameters()).dtype,
             device=self.device,
         )
-        self.text = TextKVPool(shape, cache.text_bytes)
-        self.vision = VisionKVPool(shape, cache.vision_bytes)
+        self.groups = (LayerGroup(tuple(range(config.num_hidden_layers))),)
+        self._places = attention.places(self.groups)
+        self._planner = Planner(self.groups, self.table, cache.page_size)
+        # By layer group.
+        self.text = (TextKVPool(shape, cache.text_bytes),)
+        self.vision = (VisionKVPool(shape, cache.vision_bytes),)
         eos = config.eos_token_id
         self.eos_token_ids: list[int] = eos if isinstance(eos, list) else [eos]
         attention.register()
@@ -108,10 +113,10 @@ class ModelRunner:
 
         It takes seconds the first time on a machine. Writes a page that nobody holds yet.
         """
-        plan = build_image([0], 1, self.table, self.vision.shape.page_size)
-        embeds = torch.zeros(1, 1, width, dtype=self.vision.shape.dtype, device=self.device)
+        plans = self._planner.image([[0] for _ in self.groups], 1)
+        embeds = torch.zeros(1, 1, width, dtype=self.vision[0].shape.dtype, device=self.device)
         positions = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self._forward(embeds, positions, attention.Step(plan, self.vision, self.vision))
+        self._forward(embeds, positions, self._step(plans))
 
     @torch.inference_mode()
     def encode(self, job: ImageJob, pixels: Tensor) -> None:
@@ -122,9 +127,9 @@ class ModelRunner:
         """
         embeds = self.vision_model.encode(pixels.to(self.device))  # [1, n, hidden]
         count = embeds.shape[1]
-        plan = build_image(job.pages, count, self.table, self.vision.shape.page_size)
+        plans = self._planner.image(job.pages, count)
         positions = torch.arange(count, device=self.device)[None]
-        self._forward(embeds, positions, attention.Step(plan, self.vision, self.vision))
+        self._forward(embeds, positions, self._step(plans))
 
     @torch.inference_mode()
     def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
@@ -134,9 +139,9 @@ class ModelRunner:
         """
         if not batch.chunks:
             return None
-        step_input = build_step(batch.chunks, self.table, self.text.shape.page_size, previous)
+        step_input = self._planner.step(batch.chunks, previous)
         embeds = self.lm.get_input_embeddings()(step_input.token_ids)[None]
-        step = attention.Step(step_input.plan, self.text, self.vision)
+        step = self._step(step_input.plans)
         hidden = self._forward(embeds, step_input.positions[None], step)
         sampling = [i for i, c in enumerate(step_input.order) if c.samples]
         if not sampling:
@@ -144,6 +149,10 @@ class ModelRunner:
         rows = step_input.last[torch.tensor(sampling, device=self.device)]
         values = self.lm.lm_head(hidden[0, rows]).float()
         return Logits([step_input.order[i] for i in sampling], values)
+
+    def _step(self, plans: tuple[AttentionPlan, ...]) -> attention.Step:
+        parts = zip(plans, self.text, self.vision, strict=True)
+        return attention.Step(tuple(attention.GroupStep(*part) for part in parts), self._places)
 
     def _forward(self, embeds: Tensor, positions: Tensor, step: Any) -> Tensor:
         out = self.lm.model(

@@ -1,33 +1,265 @@
 """From a batch's chunks to the index tensors of one forward pass.
 
-Owns the order of tokens in the flat batch: first all single-token chunks (decoding) as one group,
-then each longer chunk as a group of its own. Knows nothing of weights or pools' contents.
+Owns the order of tokens in the flat batch: first all chunks of a single row (decoding) as one
+group, then each longer chunk as a group of its own, an image's rows before the text token that it
+stands before. Owns who reads what: `Sight`. Knows nothing of weights or pools' contents.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mmserve.cache.layer_group import LayerGroup
 from mmserve.engine.transfer import resolve_pending
-from mmserve.kernels.reference import AttentionPlan, QueryGroup
-from mmserve.scheduler.batch import Chunk
+from mmserve.kernels.reference import NOWHERE, AttentionPlan, QueryGroup, vision_slot
+from mmserve.request import PlacedImage
+from mmserve.request import Sequence as Seq
+from mmserve.scheduler.batch import Chunk, ContextImage
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a model lets its tokens see beyond the ones before them.
+
+    `whole_images`: an image's rows see all of their own image. `whole_prompt`: a prompt's rows see
+    all of the prompt.
+    """
+
+    whole_images: bool = False
+    whole_prompt: bool = False
+
+
+class ImageRows(NamedTuple):
+    """The rows [first, first + num_tokens) of the flat batch are this image's."""
+
+    first: int
+    placed: PlacedImage
 
 
 class StepInput(NamedTuple):
-    """`token_ids`, `positions` [T] int64; `order`: the chunks as laid out; `last` [C] int64: the
-    flat row of each chunk's last token, in that order."""
+    """`token_ids` [T] int64 (0 in an image without tokens of its own), `positions` [T] or
+    [axes, T] int64; `order`: the chunks as laid out; `last` [C] int64: the flat row of each chunk's
+    last token, in that order; `plans`: by layer group."""
 
     token_ids: Tensor
     positions: Tensor
     order: list[Chunk]
     last: Tensor
-    plan: AttentionPlan
+    plans: tuple[AttentionPlan, ...]
+    images: list[ImageRows]
 
 
-def _angles(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass
+class _Rows:
+    """A chunk's rows: int64 [R] each, positions [axes, R]. `text`, `visual`: how many tokens of
+    either kind stand before the row's token; `image`: the number of its image, -1 for text."""
+
+    ids: Ints
+    positions: Ints
+    text: Ints
+    visual: Ints
+    image: Ints
+
+    @classmethod
+    def of(cls, chunk: Chunk, axes: int) -> _Rows:
+        parts = []
+        at, end = chunk.start, chunk.start + chunk.count
+        for context in chunk.images:
+            border = min(max(context.placed.text_index, at), end)
+            if border > at:
+                parts.append(_text_rows(chunk.seq, at, border, axes))
+            parts.append(_image_rows(chunk.seq, context, axes))
+            at = border
+        if at < end:
+            parts.append(_text_rows(chunk.seq, at, end, axes))
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            *(
+                np.concatenate([getattr(p, name) for p in parts], -1)
+                for name in ("ids", "positions", "text", "visual", "image")
+            )
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def _text_rows(seq: Seq, start: int, end: int, axes: int) -> _Rows:
+    if end - start == 1:
+        visual, position = np.array([seq.visual_before(start)]), np.array([seq.position(start)])
+        text = np.array([start])
+    else:
+        text = np.arange(start, end)
+        before = np.searchsorted([p.text_index for p in seq.images], text, "right")
+        visual = np.cumsum([0, *(p.image.num_tokens for p in seq.images)])[before]
+        position = text + np.cumsum([0, *(p.image.width for p in seq.images)])[before]
+    ids = np.array(seq.token_ids[start:end], np.int64)
+    rows = np.broadcast_to(position, (axes, len(ids)))
+    return _Rows(ids, rows, text, visual, np.full(len(ids), -1))
+
+
+def _image_rows(seq: Seq, context: ContextImage, axes: int) -> _Rows:
+    placed, image = context.placed, context.placed.image
+    count = np.arange(image.num_tokens)
+    ids = count * 0 if image.token_ids is None else np.array(image.token_ids, np.int64)
+    local = count if image.positions is None else np.asarray(image.positions)
+    return _Rows(
+        ids,
+        placed.base + np.broadcast_to(local, (axes, len(count))),
+        np.full(len(count), placed.text_index),
+        placed.visual_index + count,
+        np.full(len(count), seq.images.index(placed)),
+    )
+
+
+def _reads(seq: Seq, rows: _Rows, group: LayerGroup, sight: Sight) -> tuple[Ints, Ints, Ints, Ints]:
+    """[lo, hi) of text and of visual tokens that each row reads."""
+    own_image = rows.image >= 0
+    hi = rows.text + ~own_image
+    visual_hi = rows.visual + own_image
+    lo, visual_lo = np.zeros_like(hi), np.zeros_like(hi)
+    if group.window is not None:
+        first = np.maximum(rows.text + rows.visual + 1 - group.window, 0)
+        starts = np.array([p.text_index + p.visual_index for p in seq.images], np.int64)
+        before = np.searchsorted(starts, first, "left")
+        ends = np.cumsum([0, *(p.image.num_tokens for p in seq.images)])
+        texts = np.array([0, *(p.text_index for p in seq.images)])
+        # Inside the last image that begins before `first`, or in the text behind it.
+        lo = np.maximum(first - ends[before], texts[before])
+        visual_lo = first - lo
+    if sight.whole_images:
+        spans = [(p.visual_index, p.visual_index + p.image.num_tokens) for p in seq.images]
+        begin, end = np.array([*spans, (0, 0)]).T[:, rows.image]
+        visual_lo = np.where(own_image, np.minimum(visual_lo, begin), visual_lo)
+        visual_hi = np.where(own_image, end, visual_hi)
+    if sight.whole_prompt:
+        prompt = own_image | (rows.text < seq.num_prompt_tokens)
+        hi = np.where(prompt, seq.num_prompt_tokens, hi)
+        visual_hi = np.where(prompt, seq.num_image_tokens, visual_hi)
+    if not group.text:
+        visual_lo, lo, hi = _latest_images(seq, rows.visual), hi * 0, hi * 0
+    if not group.images:
+        visual_lo, visual_hi = visual_hi * 0, visual_hi * 0
+    return lo, hi, visual_lo, visual_hi
+
+
+def _latest_images(seq: Seq, visual: Ints) -> Ints:
+    """Where the images begin that stand together directly before each row, by cross attention."""
+    starts = {p.text_index: p.visual_index for p in reversed(seq.images)}
+    begins = np.array(sorted(starts.values()) or [0])
+    found: Ints = begins[np.maximum(np.searchsorted(begins, visual, "left") - 1, 0)]
+    return found
+
+
+class _GroupBuilder:
+    """One layer group's plan in the making."""
+
+    def __init__(
+        self, number: int, group: LayerGroup, sight: Sight, table: Tensor, page_size: int
+    ) -> None:
+        self.number, self.group, self.sight = number, group, sight
+        self.table, self.page_size = table, page_size
+        self.slots: list[Ints] = []
+        self.groups: list[QueryGroup] = []
+
+    def add(self, chunks: list[Chunk], rows: list[_Rows], start: int) -> None:
+        """Chunks of equally many rows, the first at row `start` of the flat batch."""
+        pages: list[list[int]] = []
+        images: list[tuple[int, PlacedImage]] = []
+        counts: list[int] = []
+        reads = []
+        for row, (chunk, part) in enumerate(zip(chunks, rows, strict=True)):
+            lo, hi, visual_lo, visual_hi = _reads(chunk.seq, part, self.group, self.sight)
+            reads.append((lo, hi, visual_lo, visual_hi))
+            table = chunk.seq.tables[self.number] if self.group.text else []
+            covered = -(-int(hi.max()) // self.page_size)
+            pages.append([max(page, 0) for page in table[:covered]])  # some may be given back
+            self.slots.append(self._slots(chunk, part, table))
+            first, last = int(visual_lo.min()), int(visual_hi.max())
+            seen = [
+                p
+                for p in chunk.seq.images
+                if p.visual_index < last and p.visual_index + p.image.num_tokens > first
+            ]
+            images += [(row, p) for p in seen]
+            counts.append(len(seen))
+        self.groups.append(self._query_group(start, chunks, pages, reads, images, counts))
+
+    def _slots(self, chunk: Chunk, rows: _Rows, table: list[int]) -> Ints:
+        """Where each row is stored."""
+        size = self.page_size
+        slots = np.full(len(rows), NOWHERE)
+        text = rows.image < 0
+        if self.group.text:
+            index = rows.text[text]
+            slots[text] = np.array(table, np.int64)[index // size] * size + index % size
+        for context in chunk.images:
+            pages = context.placed.pages and context.placed.pages[self.number]
+            if not context.writes[self.number] or not pages:
+                continue
+            mine = rows.image == chunk.seq.images.index(context.placed)
+            local = np.arange(context.placed.image.num_tokens)
+            held = np.array(pages)[local // size] * size + local % size
+            slots[mine] = vision_slot(held)
+        return slots
+
+    def _query_group(
+        self,
+        start: int,
+        chunks: list[Chunk],
+        pages: list[list[int]],
+        reads: list[tuple[Ints, Ints, Ints, Ints]],
+        images: list[tuple[int, PlacedImage]],
+        counts: list[int],
+    ) -> QueryGroup:
+        most = max(counts)
+        places = [n for count in counts for n in range(count)]
+        device = self.table.device
+        bases = [0 if chunks[row].seq.in_context else p.base for row, p in images]
+        cos, sin = angles(self.table, torch.tensor(bases, dtype=torch.long, device=device))
+        lo, hi, visual_lo, visual_hi = (
+            torch.from_numpy(np.stack(part)).to(device) for part in zip(*reads, strict=True)
+        )
+
+        def ints(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=device)
+
+        return QueryGroup(
+            start=start,
+            num_seqs=len(chunks),
+            num_queries=lo.shape[1],
+            pages=_pad(pages, device),
+            lo=lo,
+            hi=hi,
+            visual_lo=visual_lo,
+            visual_hi=visual_hi,
+            image_pages=_pad([(p.pages or [])[self.number] for _, p in images], device),
+            image_len=ints([p.image.num_tokens for _, p in images]),
+            image_first=ints([p.visual_index for _, p in images]),
+            image_row=ints([row for row, _ in images]),
+            image_slot=ints([r * most + n for (r, _), n in zip(images, places, strict=True)]),
+            cos=cos,
+            sin=-sin,  # the angle is -base
+            max_images=most,
+        )
+
+    def plan(self, positions: Tensor) -> AttentionPlan:
+        slots = torch.from_numpy(np.concatenate(self.slots)).to(self.table.device)
+        cos, sin = angles(self.table, positions)
+        return AttentionPlan(slots=slots, cos=cos, sin=sin, groups=tuple(self.groups))
+
+
+def angles(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [T, D / 2] of positions [T], each contiguous, as the compiled kernels want."""
     cos, sin = table[positions].transpose(0, 1).contiguous().unbind(0)
     return cos, sin
@@ -40,100 +272,92 @@ def _pad(rows: list[list[int]], device: torch.device) -> Tensor:
     return torch.tensor(filled, dtype=torch.long, device=device).view(len(rows), width)
 
 
-def _group(chunks: list[Chunk], start: int, table: Tensor, page_size: int) -> QueryGroup:
-    """One group of chunks of equal length. `table`: cos and sin by position (`rope_table`)."""
-    device = table.device
-    num_queries = chunks[0].count
-    pages, hi = [], []
-    image_pages, lengths, rows, slots, bases, seen = [], [], [], [], [], []
-    max_images = 0
-    for row, chunk in enumerate(chunks):
-        end = chunk.start + chunk.count
-        pages.append(chunk.seq.pages[: -(-end // page_size)])
-        hi.append(range(chunk.start + 1, end + 1))
-        visible = [p for p in chunk.seq.images if p.text_index < end]
-        max_images = max(max_images, len(visible))
-        for slot, placed in enumerate(visible):
-            assert placed.pages is not None
-            image_pages.append(placed.pages)
-            lengths.append(placed.image.num_tokens)
-            rows.append(row)
-            slots.append(slot)
-            bases.append(placed.base)
-            seen.append([placed.text_index <= i for i in range(chunk.start, end)])
-    base = torch.tensor(bases, dtype=torch.long, device=device)
-    cos, sin = _angles(table, base)
-    return QueryGroup(
-        start=start,
-        num_seqs=len(chunks),
-        num_queries=num_queries,
-        pages=_pad(pages, device),
-        hi=torch.tensor([list(r) for r in hi], device=device),
-        image_pages=_pad(image_pages, device),
-        image_len=torch.tensor(lengths, dtype=torch.long, device=device),
-        image_row=torch.tensor(rows, dtype=torch.long, device=device),
-        image_slot=torch.tensor(
-            [r * max_images + s for r, s in zip(rows, slots, strict=True)],
-            dtype=torch.long,
-            device=device,
-        ),
-        image_seen=torch.tensor(seen, dtype=torch.bool, device=device).view(-1, num_queries),
-        cos=cos,
-        sin=-sin,  # the angle is -base
-        max_images=max_images,
-    )
+class Planner:
+    """Lays steps out. `table` [positions, 2, D / 2] float32 is `rope_table`'s; one position is
+    enough where nothing is read or rotated by it: `axes` of positions that the model rotates by
+    itself, 0 where the plan's angles do it."""
 
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        table: Tensor,
+        page_size: int,
+        *,
+        sight: Sight = Sight(),
+        axes: int = 0,
+    ) -> None:
+        self.groups, self.table, self.page_size = groups, table, page_size
+        self.sight, self.axes = sight, axes
 
-def build_step(
-    chunks: list[Chunk], table: Tensor, page_size: int, previous: Tensor | None = None
-) -> StepInput:
-    """Lay the chunks out flat. `table` [positions, 2, D / 2] float32 is `rope_table`'s;
-    `previous` [C] int64: the tokens of the step before, for those that are pending."""
-    decode = [c for c in chunks if c.count == 1]
-    prefill = [c for c in chunks if c.count > 1]
-    layout = ([decode] if decode else []) + [[c] for c in prefill]
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    last: list[int] = []
-    groups = []
-    for members in layout:
-        groups.append(_group(members, len(token_ids), table, page_size))
-        for chunk in members:
-            seq = chunk.seq
-            for index in range(chunk.start, chunk.start + chunk.count):
-                token_ids.append(seq.token_ids[index])
-                positions.append(seq.position(index))
-                slots.append(seq.pages[index // page_size] * page_size + index % page_size)
-            last.append(len(token_ids) - 1)
-    device = table.device
-    flat = torch.tensor([token_ids, positions, slots], dtype=torch.long).to(device)
-    cos, sin = _angles(table, flat[1])
-    plan = AttentionPlan(slots=flat[2], cos=cos, sin=sin, groups=tuple(groups))
-    known = resolve_pending(flat[0], previous)
-    return StepInput(known, flat[1], decode + prefill, torch.tensor(last).to(device), plan)
+    def step(self, chunks: list[Chunk], previous: Tensor | None = None) -> StepInput:
+        """`previous` [C] int64: the tokens of the step before, for those that are pending."""
+        decode = [c for c in chunks if c.num_rows == 1]
+        prefill = [c for c in chunks if c.num_rows > 1]
+        layout = ([decode] if decode else []) + [[c] for c in prefill]
+        builders = [
+            _GroupBuilder(number, group, self.sight, self.table, self.page_size)
+            for number, group in enumerate(self.groups)
+        ]
+        ids: list[Ints] = []
+        positions: list[Ints] = []
+        last: list[int] = []
+        images: list[ImageRows] = []
+        total = 0
+        for members in layout:
+            rows = [_Rows.of(chunk, max(self.axes, 1)) for chunk in members]
+            for builder in builders:
+                builder.add(members, rows, total)
+            for chunk, part in zip(members, rows, strict=True):
+                ids.append(part.ids)
+                positions.append(part.positions)
+                for context in chunk.images:
+                    mine = part.image == chunk.seq.images.index(context.placed)
+                    images.append(ImageRows(total + int(mine.argmax()), context.placed))
+                total += len(part)
+                last.append(total - 1)
+        device = self.table.device
+        flat = torch.from_numpy(np.concatenate(ids)).to(device)
+        where = torch.from_numpy(np.concatenate(positions, -1)).to(device)
+        rotated = where[0] if not self.axes else where[0] * 0
+        plans = tuple(builder.plan(rotated) for builder in builders)
+        return StepInput(
+            resolve_pending(flat, previous),
+            where if self.axes > 1 else where[0],
+            decode + prefill,
+            torch.tensor(last).to(device),
+            plans,
+            images,
+        )
 
+    def image(self, pages: list[list[int]], num_tokens: int) -> tuple[AttentionPlan, ...]:
+        """The plans of one image alone, at positions from 0: all of it reads all of it.
 
-def build_image(pages: list[int], num_tokens: int, table: Tensor, page_size: int) -> AttentionPlan:
-    """The plan of one image alone in its vision pages: all of it reads all of it."""
-    device = table.device
-    slots = [page * page_size + offset for page in pages for offset in range(page_size)]
-    none = torch.zeros(0, dtype=torch.long, device=device)
-    cos, sin = _angles(table, torch.arange(num_tokens, device=device))
-    group = QueryGroup(
-        start=0,
-        num_seqs=1,
-        num_queries=num_tokens,
-        pages=torch.tensor([pages], device=device),
-        hi=torch.full((1, num_tokens), num_tokens, device=device),
-        image_pages=none.view(0, 0),
-        image_len=none,
-        image_row=none,
-        image_slot=none,
-        image_seen=none.bool().view(0, num_tokens),
-        cos=cos[:0],
-        sin=sin[:0],
-        max_images=0,
-    )
-    flat = torch.tensor(slots[:num_tokens], device=device)
-    return AttentionPlan(slots=flat, cos=cos, sin=sin, groups=(group,))
+        `pages`: its vision pages by layer group.
+        """
+        index = torch.arange(num_tokens, device=self.table.device)
+        cos, sin = angles(self.table, index)
+        return tuple(self._image(torch.tensor(p).to(index), index, cos, sin) for p in pages)
+
+    def _image(self, pages: Tensor, index: Tensor, cos: Tensor, sin: Tensor) -> AttentionPlan:
+        slots = pages[index // self.page_size] * self.page_size + index % self.page_size
+        count, zero = len(index), index[:1] * 0
+        still = angles(self.table, zero)
+        group = QueryGroup(
+            start=0,
+            num_seqs=1,
+            num_queries=count,
+            pages=zero.view(1, 1)[:, :0],
+            lo=(index * 0)[None],
+            hi=(index * 0)[None],
+            visual_lo=(index * 0)[None],
+            visual_hi=(index * 0 + count)[None],
+            image_pages=pages[None],
+            image_len=zero + count,
+            image_first=zero,
+            image_row=zero,
+            image_slot=zero,
+            cos=still[0],
+            sin=still[1],
+            max_images=1,
+        )
+        return AttentionPlan(slots=vision_slot(slots), cos=cos, sin=sin, groups=(group,))

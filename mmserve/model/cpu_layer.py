@@ -74,16 +74,15 @@ class CPULayer(nn.Module):
 
     def _attend(self, qkv: Any, step: Step) -> Any:
         """Rotate and store packed q, k, v [T, (H + 2 Hkv) D]; attend. -> [T, H D]."""
-        plan, own, vision = step.plan, step.own, step.vision
-        keys, values = own.arrays[self.index]
-        heads = qkv.shape[1] // self.head_dim - 2 * keys.shape[0]
+        (plan, text, vision), index = step.of(self.index)
+        pools = text.arrays[index], vision.arrays[index]
+        heads = qkv.shape[1] // self.head_dim - 2 * len(pools[0][0])
         q = np.empty((len(qkv), heads, self.head_dim), np.float32)
         cos, sin, slots = plan.cos.numpy(), plan.sin.numpy(), plan.slots.numpy()
-        cpu.rotate_store(qkv, cos, sin, slots, q, keys, values)
-        out = np.empty_like(q)
-        pools = (keys, values), vision.arrays[self.index], own.shape.page_size
+        cpu.rotate_store(qkv, cos, sin, slots, q, *pools)
+        out, size = np.empty_like(q), text.shape.page_size
         for group in plan.groups:
             span = slice(group.start, group.start + group.num_seqs * group.num_queries)
-            arrays: Any = (q[span], *pools, *group.arrays, self.scaling, out[span])
+            arrays: Any = (q[span], *pools, size, *group.arrays, self.scaling, out[span])
             cpu.row_attention(*arrays)
         return out.reshape(len(qkv), -1)

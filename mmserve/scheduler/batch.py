@@ -7,26 +7,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mmserve.request import ImageInput, Sequence
+from mmserve.request import ImageInput, PlacedImage, Sequence
 
 
 @dataclass(frozen=True)
 class ImageJob:
-    """An image to encode and write to these vision pages before any text of this step runs."""
+    """An image to encode by itself and to write under `key` before any text of this step runs.
+
+    `pages`: vision pages by layer group.
+    """
 
     image: ImageInput
-    pages: list[int]
+    key: bytes
+    pages: list[list[int]]
+
+
+@dataclass(frozen=True)
+class ContextImage:
+    """An image to compute in its sequence, before the text token that it stands before.
+
+    `writes`: by layer group, whether its KV is missing there.
+    """
+
+    placed: PlacedImage
+    writes: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Text tokens [start, start + count) of a sequence; `samples`: the last one has a successor
-    to be chosen."""
+    """Text tokens [start, start + count) of a sequence and some of its images; `samples`: the last
+    token has a successor to be chosen."""
 
     seq: Sequence
     start: int
     count: int
     samples: bool
+    images: tuple[ContextImage, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Text and visual tokens that are computed."""
+        return self.count + sum(c.placed.image.num_tokens for c in self.images)
 
 
 @dataclass
@@ -38,7 +59,8 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(c.count for c in self.chunks)
+        """Text and visual tokens of the chunks."""
+        return sum(c.num_rows for c in self.chunks)
 
     def __bool__(self) -> bool:
         return bool(self.chunks or self.images)

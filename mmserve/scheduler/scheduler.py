@@ -166,7 +166,7 @@ class Scheduler:
         """Take the sequence's images and cached prefix; False leaves it as it was."""
         if self._refused == (seq.id, self._changes):
             return False
-        wanted = [(p.image.digest, p.image.num_tokens) for p in seq.images]
+        wanted = [(p.key, p.image.num_tokens) for p in seq.images]
         acquired = self.vision.acquire_all(wanted)
         if acquired is None:
             self._refused = (seq.id, self._changes)
@@ -181,9 +181,9 @@ class Scheduler:
             self._refused = (seq.id, self._changes)
             return False
         for placed in seq.images:
-            placed.pages = acquired.pages[placed.image.digest]
+            placed.pages = [acquired.pages[placed.key]]
         seq.images_ready = not seq.images
-        seq.pages = pages
+        seq.tables = [pages]
         seq.num_computed_tokens = len(pages) * self.page_size
         if seq.status is SequenceStatus.WAITING:
             seq.num_cached_tokens = seq.num_computed_tokens
@@ -209,20 +209,19 @@ class Scheduler:
 
     def _add_images(self, batch: Batch, seq: Sequence) -> int:
         """Have missing images encoded; where the text ends whose images are all there by then."""
-        scheduled = {job.image.digest for job in batch.images}
+        scheduled = {job.key for job in batch.images}
         ready = True
         for placed in seq.images:
-            digest = placed.image.digest
-            if self.vision.is_ready(digest):
+            if self.vision.is_ready(placed.key):
                 continue
             ready = False
-            if digest in scheduled:
+            if placed.key in scheduled:
                 continue
             if len(batch.images) >= self.config.max_images_per_step:
                 return placed.text_index
             assert placed.pages is not None
-            batch.images.append(ImageJob(placed.image, placed.pages))
-            scheduled.add(digest)
+            batch.images.append(ImageJob(placed.image, placed.key, placed.pages))
+            scheduled.add(placed.key)
         seq.images_ready = ready
         return seq.num_tokens
 
@@ -236,7 +235,7 @@ class Scheduler:
 
     def _ensure_pages(self, batch: Batch, seq: Sequence, tokens: int) -> bool:
         """Give the sequence pages for `tokens` text tokens, preempting later ones if need be."""
-        need = self._pages_for(tokens) - len(seq.pages)
+        need = self._pages_for(tokens) - len(seq.tables[0])
         while need > self.text.num_free:
             if self.radix and self.radix.evict(need - self.text.num_free):
                 continue
@@ -245,7 +244,7 @@ class Scheduler:
             if victim is seq:
                 return False
         if need > 0:
-            seq.pages.extend(self.text.allocate(need))
+            seq.tables[0].extend(self.text.allocate(need))
         return True
 
     def _preempt(self, batch: Batch, seq: Sequence) -> None:
@@ -261,26 +260,26 @@ class Scheduler:
         self._budget += sum(c.count for c in batch.chunks if c.seq is seq)
         batch.chunks = [c for c in batch.chunks if c.seq is not seq]
         # An image that only this sequence held has lost its pages with the last reference.
-        batch.images = [j for j in batch.images if self.vision.lookup(j.image.digest)]
+        batch.images = [j for j in batch.images if self.vision.lookup(j.key)]
 
     def _give_back(self, seq: Sequence) -> None:
         self.cache_prefix(seq)
-        self.text.release(seq.pages)
-        seq.pages = []
+        self.text.release(seq.tables[0])
+        seq.tables = [[]]
         seq.num_computed_tokens = 0
         self._release_images(seq)
         self._changes += 1
 
     def _release_images(self, seq: Sequence) -> None:
         for placed in seq.images:
-            self.vision.release(placed.image.digest)
+            self.vision.release(placed.key)
             placed.pages = None
 
     def cache_prefix(self, seq: Sequence) -> None:
         """Make the sequence's whole pages of known, computed tokens findable by later ones."""
         full = seq.num_computed_tokens // self.page_size
         if self.radix and full:
-            self.radix.insert(seq.keys[: full * self.page_size], seq.pages[:full])
+            self.radix.insert(seq.keys[: full * self.page_size], seq.tables[0][:full])
             self._changes += 1
 
     # -- after a step ---------------------------------------------------------------------------
@@ -308,9 +307,9 @@ class Scheduler:
         self.vision.check_invariants()
         held: dict[int, int] = {}
         for seq in self.running:
-            assert seq.num_computed_tokens <= len(seq.pages) * self.page_size
+            assert seq.num_computed_tokens <= len(seq.tables[0]) * self.page_size
             assert seq.num_computed_tokens <= seq.num_tokens == len(seq.keys) + seq.num_pending
-            for page in seq.pages:
+            for page in seq.tables[0]:
                 held[page] = held.get(page, 0) + 1
         if self.radix:
             self.radix.check_invariants()
@@ -319,4 +318,4 @@ class Scheduler:
         for page in range(self.text.num_pages):
             assert self.text.ref_count(page) == held.get(page, 0), page
         for seq in self.waiting:
-            assert not seq.pages and all(p.pages is None for p in seq.images)
+            assert not seq.tables[0] and all(p.pages is None for p in seq.images)

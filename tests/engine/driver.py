@@ -108,9 +108,9 @@ class Driver:
 
     def kv(self, image: ImageInput) -> Tensor:
         """The bytes stored of an image, in logical order."""
-        entry = self.engine.runner.vision.index.lookup(image.digest)
+        entry = self.engine.runner.vision[0].index.lookup(image.digest)
         assert entry is not None and entry.ready
-        tokens = self.engine.runner.vision.tensor[:, :, :, entry.pages].flatten(3, 4)
+        tokens = self.engine.runner.vision[0].tensor[:, :, :, entry.pages].flatten(3, 4)
         return tokens[:, :, :, : image.num_tokens].clone()
 
     def counts(self) -> tuple[float, float, float]:
@@ -121,7 +121,7 @@ class Driver:
 
     def assert_idle(self) -> None:
         """Text pages are free or cached; no image is referred to; nobody runs or waits."""
-        scheduler, vision = self.engine.scheduler, self.engine.runner.vision.index
+        scheduler, vision = self.engine.scheduler, self.engine.runner.vision[0].index
         cached = scheduler.radix.evictable_pages if scheduler.radix else 0
         assert scheduler.text.num_free + cached == scheduler.text.num_pages
         assert vision.num_referenced == 0 and vision.num_available == vision.num_pages

@@ -60,7 +60,7 @@ class Chat(Driver):
 
     def forget(self) -> None:
         """As cold as a new engine."""
-        self.engine.runner.vision.index.clear()
+        self.engine.runner.vision[0].index.clear()
         assert self.engine.scheduler.radix is not None
         self.engine.scheduler.radix.clear()
 

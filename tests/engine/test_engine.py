@@ -326,7 +326,7 @@ def test_text_only_prompts_need_no_vision_page() -> None:
 
 def test_two_thousand_distinct_images_leave_memory_flat() -> None:
     d = driver(text_pages=40, vision_pages=64, max_num_batched_tokens=256)
-    index = d.engine.runner.vision.index
+    index = d.engine.runner.vision[0].index
     alive: weakref.WeakSet[ImageInput] = weakref.WeakSet()
 
     def send(first: int, count: int) -> None:

@@ -247,7 +247,7 @@ def test_an_evicted_image_comes_back_with_the_same_bytes_and_tokens() -> None:
     stored = d.kv(image)
     for n in (11, 12):
         d.ask(d.image(picture(n)), words(n, 3))
-    assert d.engine.runner.vision.index.lookup(image.digest) is None
+    assert d.engine.runner.vision[0].index.lookup(image.digest) is None
     assert d.ask(words(1, 5), d.image(A), words(2, 5)) == first
     assert torch.equal(d.kv(image), stored)
     # Prepared while it was there, evicted before it ran: it is decoded once more.

@@ -24,12 +24,20 @@ Key = tuple[int, Tensor, Tensor]  # position, unrotated key and value [Hkv, D]
 class Row:
     """One sequence: `length` text tokens and images (text index before which each stands, tokens).
 
-    Its queries are the last ones. `whole`: every query reads the whole text, as in an image.
+    Its queries are the last ones. `whole`: every query reads the whole text. `reads`: text [lo, hi)
+    and visual [lo, hi) of each query, where it is not simply what stands before it.
     """
 
     length: int
     images: tuple[tuple[int, int], ...] = ()
     whole: bool = False
+    reads: tuple[tuple[int, int, int, int], ...] = ()
+
+    def read_by(self, text_index: int, query: int) -> tuple[int, int, int, int]:
+        if self.reads:
+            return self.reads[query]
+        hi = self.length if self.whole else text_index + 1
+        return 0, hi, 0, sum(n for at, n in self.images if at <= text_index)
 
 
 @dataclass(frozen=True)
@@ -58,23 +66,23 @@ class _Lists:
     """A `QueryGroup` in the making."""
 
     pages: list[list[int]] = field(default_factory=list)
-    hi: list[list[int]] = field(default_factory=list)
+    reads: list[list[tuple[int, int, int, int]]] = field(default_factory=list)
     image_pages: list[list[int]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)
-    seen: list[list[bool]] = field(default_factory=list)
 
 
 @dataclass
 class Scene:
-    """`groups`: (queries a sequence, its sequences). `own`, `vision`: (K, V) pools."""
+    """`groups`: (queries a sequence, its sequences). `text`, `vision`: (K, V) pools."""
 
     shape: Shape
     groups: list[tuple[int, list[Row]]]
     seed: int = 0
-    own: tuple[Tensor, Tensor] = field(init=False)
+    text: tuple[Tensor, Tensor] = field(init=False)
     vision: tuple[Tensor, Tensor] = field(init=False)
     q: Tensor = field(init=False)  # [T, H, D] rotated at absolute positions
     plan: AttentionPlan = field(init=False)
@@ -90,8 +98,8 @@ class Scene:
         text = sum(-(-r.length // shape.page) for r in rows) + 2
         images = sum(-(-n // shape.page) for r in rows for _, n in r.images) + 2
         # Whatever nobody wrote is loud: a kernel that reads it is far off.
-        self.own, self.vision = self._pool(text), self._pool(images)
-        self._text, self._image = self._pages(text), self._pages(images)
+        self.text, self.vision = self._pool(text), self._pool(images)
+        self._text_pages, self._image_pages = self._pages(text), self._pages(images)
         self.longest = max((r.length + sum(n for _, n in r.images) for r in rows), default=0)
         self._table = rope_table(self.longest + 1, shape.dim, THETA)
         queries: list[Tensor] = []
@@ -126,17 +134,21 @@ class Scene:
         for b, row in enumerate(rows):
             self._row(group, b, most, num_queries, row, queries, answers)
         cos, sin = self._table[torch.tensor(group.bases, dtype=torch.long)].unbind(1)
+        reads = torch.tensor(group.reads)
         return QueryGroup(
             start=start,
             num_seqs=len(rows),
             num_queries=num_queries,
             pages=pad(group.pages),
-            hi=torch.tensor(group.hi),
+            lo=reads[..., 0],
+            hi=reads[..., 1],
+            visual_lo=reads[..., 2],
+            visual_hi=reads[..., 3],
             image_pages=pad(group.image_pages),
             image_len=torch.tensor(group.lengths, dtype=torch.long),
+            image_first=torch.tensor(group.firsts, dtype=torch.long),
             image_row=torch.tensor(group.owners, dtype=torch.long),
             image_slot=torch.tensor(group.slots, dtype=torch.long),
-            image_seen=torch.tensor(group.seen, dtype=torch.bool).view(-1, num_queries),
             cos=cos,
             sin=-sin,
             max_images=most,
@@ -156,25 +168,26 @@ class Scene:
         first = row.length - num_queries
         asked = range(first, row.length)
         places = [i + sum(n for at, n in row.images if at <= i) for i in range(row.length)]
-        text, pages = self._keys(row.length, places, self.own, self._text)
+        text, pages = self._keys(row.length, places, self.text, self._text_pages)
         group.pages.append(pages)
-        group.hi.append([row.length if row.whole else i + 1 for i in asked])
-        images: list[tuple[int, list[Key]]] = []
+        reads = [row.read_by(i, n) for n, i in enumerate(asked)]
+        group.reads.append(reads)
+        visual: list[Key] = []
         before = 0
         for slot, (at, n) in enumerate(i for i in row.images if i[0] < row.length):
-            keys, pages = self._keys(n, range(n), self.vision, self._image)
-            images.append((at, [(at + before + p, k, v) for p, k, v in keys]))
+            keys, pages = self._keys(n, range(n), self.vision, self._image_pages)
+            visual += [(at + before + p, k, v) for p, k, v in keys]
             group.image_pages.append(pages)
             group.slots.append(b * most + slot)
             group.owners.append(b)
             group.lengths.append(n)
             group.bases.append(at + before)
-            group.seen.append([at <= i for i in asked])
+            group.firsts.append(before)
             before += n
         q = self._randn(num_queries, self.shape.kv_heads * self.shape.group, self.shape.dim)
         queries.append(self._turn(q, places[first:]))
-        for i, hi in zip(asked, group.hi[-1], strict=True):
-            read = text[:hi] + [key for at, keys in images if at <= i for key in keys]
+        for i, (lo, hi, visual_lo, visual_hi) in zip(asked, reads, strict=True):
+            read = text[lo:hi] + visual[visual_lo:visual_hi]
             answers.append(self._answer(q[i - first], places[i], read)[None])
 
     def _keys(
@@ -190,6 +203,8 @@ class Scene:
 
     def _answer(self, q: Tensor, at: int, read: list[Key]) -> Tensor:
         """q [H, D] at position `at` over (position, key, value)s, all unrotated -> [H, D]."""
+        if not read:
+            return torch.zeros(q.shape, dtype=torch.float64)
         positions = torch.tensor([p for p, _, _ in read])
         keys = turn(torch.stack([k for _, k, _ in read], 1).double(), positions)  # [Hkv, L, D]
         values = torch.stack([v for _, _, v in read], 1).double()
@@ -234,7 +249,17 @@ def rows(draw: st.DrawFn, page: int, num_queries: int) -> Row:
     length = draw(lengths(page, num_queries))
     places = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
     images = tuple((at, draw(lengths(page))) for at in places)
-    return Row(length, images, whole=not images and draw(st.booleans()))
+    kind = draw(st.sampled_from(["causal", "whole", "any"]))
+    if kind != "any":
+        return Row(length, images, whole=kind == "whole" and not images)
+    visual = sum(n for at, n in images if at < length)
+    reads = tuple((*draw(intervals(length)), *draw(intervals(visual))) for _ in range(num_queries))
+    return Row(length, images, reads=reads)
+
+
+def intervals(end: int) -> st.SearchStrategy[tuple[int, int]]:
+    """lo <= hi of 0 .. end."""
+    return st.tuples(st.integers(0, end), st.integers(0, end)).map(lambda x: (min(x), max(x)))
 
 
 @st.composite

@@ -75,25 +75,30 @@ def test_rotate_store_rotates_queries_and_keys_and_stores_keys_and_values(
     qkv = randn(seed, count, total, dim)
     positions = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(seed))
     cos, sin = (x.contiguous() for x in reference.rope_table(50, dim, 1e4)[positions].unbind(1))
+    # Some to the text pool, some to the vision pool, some nowhere.
     slots = torch.randperm(32, generator=torch.Generator().manual_seed(seed))[:count]
+    slots[count // 3 : count // 2] = reference.NOWHERE
+    slots[count // 2 :] = reference.vision_slot(slots[count // 2 :])
     q = torch.zeros(count, heads, dim)
-    pools = torch.full((2, kv_heads, 32, dim), 7.0)
-    wanted = pools.clone()
-    arrays = (qkv.flatten(1), cos, sin, slots, q, pools[0], pools[1])
-    cpu.rotate_store(*(x.numpy() for x in arrays))
+    text, vision = torch.full((2, 2, kv_heads, 32, dim), 7.0)
+    wanted = text.clone(), vision.clone()
+    arrays: Any = [x.numpy() for x in (qkv.flatten(1), cos, sin, slots, q)]
+    pools: Any = tuple(text.numpy()), tuple(vision.numpy())
+    cpu.rotate_store(*arrays, *pools)
 
     turned = reference.rotate(qkv, cos[:, None], sin[:, None])
     wanted_q, k_new = turned[:, :heads], turned[:, heads : heads + kv_heads]
     v_new = qkv[:, heads + kv_heads :]
-    for pool, new in zip(wanted, (k_new, v_new), strict=True):
-        reference.write_kv(pool.view(kv_heads, 4, 8, dim), slots, new)
+    plan = reference.AttentionPlan(slots, cos, sin, ())
+    paged = (pools.view(2, kv_heads, 4, 8, dim).unbind() for pools in wanted)
+    reference.write_step(plan, *paged, k_new, v_new)
     torch.testing.assert_close(q, wanted_q, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(pools, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((text, vision), wanted, rtol=1e-5, atol=1e-5)
 
 
 def row_by_row(scene: Scene) -> Tensor:
     """All groups of a scene by the compiled kernel -> [T, H, D]."""
-    pools = [tuple(p.flatten(1, 2).numpy() for p in x) for x in (scene.own, scene.vision)]
+    pools = [tuple(p.flatten(1, 2).numpy() for p in x) for x in (scene.text, scene.vision)]
     out = torch.full_like(scene.q, 99)
     for group in scene.plan.groups:
         span = slice(group.start, group.start + group.num_seqs * group.num_queries)
@@ -106,7 +111,7 @@ def row_by_row(scene: Scene) -> Tensor:
 @settings(max_examples=60, deadline=None)
 def test_row_attention_equals_the_reference_and_the_dense_statement(scene: Scene) -> None:
     out = row_by_row(scene)
-    plain = reference.paged_attention(scene.q, scene.plan, scene.own, scene.vision, scene.scale)
+    plain = reference.paged_attention(scene.q, scene.plan, scene.text, scene.vision, scene.scale)
     torch.testing.assert_close(out, plain, rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(out.double(), scene.expected, rtol=1e-4, atol=2e-5)
 
@@ -127,12 +132,15 @@ def test_row_attention_gives_a_sequence_the_same_bits_alone(
         num_seqs=1,
         num_queries=1,
         pages=group.pages[b : b + 1, :count],
+        lo=group.lo[b : b + 1],
         hi=group.hi[b : b + 1],
+        visual_lo=group.visual_lo[b : b + 1],
+        visual_hi=group.visual_hi[b : b + 1],
         image_pages=group.image_pages[mine][:, :longest],
         image_len=group.image_len[mine],
+        image_first=group.image_first[mine],
         image_row=group.image_row[mine] * 0,
         image_slot=torch.arange(int(mine.sum())),
-        image_seen=group.image_seen[mine],
         cos=group.cos[mine],
         sin=group.sin[mine],
         max_images=int(mine.sum()),
@@ -144,7 +152,7 @@ def test_row_attention_gives_a_sequence_the_same_bits_alone(
 def test_row_attention_reads_large_scores_without_overflow() -> None:
     scene = Scene(Shape(kv_heads=1, group=2, dim=6, page=4), [(1, [Row(9, ((3, 5),)), Row(1)])])
     scene.q *= 1000
-    plain = reference.paged_attention(scene.q, scene.plan, scene.own, scene.vision, scene.scale)
+    plain = reference.paged_attention(scene.q, scene.plan, scene.text, scene.vision, scene.scale)
     torch.testing.assert_close(row_by_row(scene), plain, rtol=1e-4, atol=2e-5)
 
 

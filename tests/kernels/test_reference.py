@@ -24,7 +24,7 @@ from tests.kernels.scene import Row, Scene, Shape, scenes, turn
 
 
 def attention(scene: Scene) -> torch.Tensor:
-    return paged_attention(scene.q, scene.plan, scene.own, scene.vision, scene.scale)
+    return paged_attention(scene.q, scene.plan, scene.text, scene.vision, scene.scale)
 
 
 def assert_right(scene: Scene) -> None:
@@ -55,6 +55,43 @@ def test_an_image_reads_the_whole_of_itself() -> None:
 def test_a_sequence_without_images_is_undisturbed_by_a_neighbour_with_many() -> None:
     rows = [Row(1), Row(40, ((0, 3), (7, 33))), Row(17)]
     assert_right(Scene(Shape(kv_heads=1, group=4), [(1, rows)]))
+
+
+def test_an_image_in_its_context_reads_text_before_it_and_itself_so_far() -> None:
+    reads = tuple((0, 3, 0, n) for n in range(1, 6))
+    assert_right(Scene(Shape(), [(5, [Row(9, ((3, 5),), reads=reads)])]))
+
+
+def test_a_window_begins_inside_text_or_inside_an_image() -> None:
+    reads = ((2, 7, 5, 5), (3, 8, 4, 21), (0, 9, 20, 21), (8, 9, 21, 21))
+    assert_right(Scene(Shape(), [(4, [Row(9, ((1, 5), (7, 16)), reads=reads)])]))
+
+
+def test_cross_attention_reads_images_alone() -> None:
+    reads = ((0, 0, 0, 0), (0, 0, 0, 5), (0, 0, 5, 21))
+    assert_right(Scene(Shape(), [(3, [Row(9, ((1, 5), (7, 16)), reads=reads)])]))
+
+
+def test_capped_scores_follow_their_formula() -> None:
+    q, k, v = torch.randn(3, 1, 1, 5, 4, generator=torch.Generator().manual_seed(1)) * 3
+    mask = torch.ones(1, 5, 5, dtype=torch.bool)
+    out, _ = attend(q.transpose(1, 2), k, v, mask, 1.0, 0.7)
+    scores = 0.7 * torch.tanh(q[0, 0] @ k[0, 0].T / 0.7)
+    torch.testing.assert_close(out[0, :, 0], torch.softmax(scores, -1) @ v[0, 0])
+
+
+def test_a_learned_sink_takes_its_share_and_gives_nothing() -> None:
+    scene = Scene(Shape(kv_heads=1, group=2, dim=4), [(2, [Row(9, ((3, 5),))])])
+    pools = scene.plan, scene.text, scene.vision, scene.scale
+    plain, nobody = (
+        paged_attention(scene.q, *pools, sinks=sinks) for sinks in (None, torch.full((2,), -1e9))
+    )
+    assert torch.equal(plain, nobody)
+    # Zero queries give every key the same score 0: n keys, and a sink as heavy as n of them.
+    keys = torch.tensor([8 + 5, 9 + 5.0])
+    sunk = paged_attention(scene.q * 0, *pools, sinks=keys[:1].log().expand(2))
+    even = paged_attention(scene.q * 0, *pools)
+    torch.testing.assert_close(sunk, even * (keys / (keys + keys[0]))[:, None, None])
 
 
 def test_the_base_may_be_far_away() -> None:
@@ -138,7 +175,7 @@ def test_a_padded_row_beside_an_image_gives_zero() -> None:
     scene = Scene(Shape(), [(1, [Row(5, ((2, 3),)), Row(1)])])
     group = scene.plan.groups[0]
     group.hi[1] = 0
-    out = group_attention(scene.q[:, None], group, scene.own, scene.vision, scene.scale)
+    out = group_attention(scene.q[:, None], group, scene.text, scene.vision, scene.scale)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     torch.testing.assert_close(out[0, 0].double(), scene.expected[0], rtol=1e-4, atol=2e-5)
 

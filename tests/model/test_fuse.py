@@ -13,8 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from mmserve.cache.kv_pool import KVPool, KVShape
+from mmserve.cache.layer_group import LayerGroup
+from mmserve.engine.plan import Planner
 from mmserve.kernels import int8
-from mmserve.kernels.reference import AttentionPlan, QueryGroup, rope_table
+from mmserve.kernels.reference import rope_table
 from mmserve.model import attention
 from mmserve.model.cpu_layer import CPULayer
 from mmserve.model.fuse import (
@@ -26,6 +28,8 @@ from mmserve.model.fuse import (
     TableRotary,
     fuse,
 )
+from mmserve.request import Request, SamplingParams, Sequence, TextSegment
+from mmserve.scheduler.batch import Chunk
 
 DIM, THETA = 16, 10_000.0
 
@@ -62,26 +66,13 @@ def qwen() -> Any:
 def causal_step(length: int) -> attention.Step:
     """One sequence from its first token on, over pools of its own."""
     shape = KVShape(2, 2, DIM, 16, torch.float32, torch.device("cpu"))
-    none = torch.zeros(0, dtype=torch.long)
-    cos, sin = rope_table(length, DIM, THETA).unbind(1)
-    pages = -(-length // 16)
-    group = QueryGroup(
-        start=0,
-        num_seqs=1,
-        num_queries=length,
-        pages=torch.arange(pages)[None],
-        hi=torch.arange(1, length + 1)[None],
-        image_pages=none.view(0, 0),
-        image_len=none,
-        image_row=none,
-        image_slot=none,
-        image_seen=none.bool().view(0, length),
-        cos=cos[:0],
-        sin=sin[:0],
-        max_images=0,
-    )
-    plan = AttentionPlan(torch.arange(length), cos.contiguous(), sin.contiguous(), (group,))
-    return attention.Step(plan, KVPool(shape, pages), KVPool(shape, 1))
+    seq = Sequence(Request("x", (TextSegment(tuple(range(length))),), SamplingParams()))
+    seq.tables = [list(range(-(-length // 16)))]
+    groups = [LayerGroup((0, 1))]
+    planner = Planner(groups, rope_table(length, DIM, THETA), 16)
+    (plan,) = planner.step([Chunk(seq, 0, length, True)]).plans
+    pools = KVPool(shape, len(seq.tables[0])), KVPool(shape, 1)
+    return attention.Step((attention.GroupStep(plan, *pools),), attention.places(groups))
 
 
 def fused_logits(lm: Any, ids: Tensor, weights: str) -> Tensor:

@@ -357,7 +357,7 @@ def test_an_abort_in_any_state_gives_everything_back(status: SequenceStatus) -> 
         world.step()
         victims = [s for s in world.live if s.status is status]
     world.abort(victims[0])
-    assert victims[0].finished and not victims[0].pages
+    assert victims[0].finished and not victims[0].tables[0]
     world.run()
     world.assert_right()
     world.assert_idle()

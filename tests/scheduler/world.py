@@ -136,7 +136,7 @@ class World:
         self.check()
         self._check_batch(batch)
         for job in batch.images:
-            self._encode(job.image.digest, job.pages)
+            self._encode(job.key, *job.pages)
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         for chunk in batch.chunks:
             self._read_and_write(chunk.seq, chunk.start, chunk.start + chunk.count)
@@ -145,7 +145,7 @@ class World:
             seq, end = chunk.seq, chunk.start + chunk.count
             self.scheduler.advance(chunk)
             if chunk.samples:
-                slot = seq.pages[(end - 1) // PAGE] * PAGE + (end - 1) % PAGE
+                slot = seq.tables[0][(end - 1) // PAGE] * PAGE + (end - 1) % PAGE
                 seq.append_pending(len(self.flight))
                 self.flight.append((seq, self.text_kv[slot] % VOCAB))
             elif self._complete(seq):
@@ -185,7 +185,7 @@ class World:
         for seq in self.scheduler.running:
             for placed in seq.images:
                 assert placed.pages is not None, "a running sequence holds a part of its images"
-                held[placed.image.digest] = held.get(placed.image.digest, 0) + 1
+                held[placed.key] = held.get(placed.key, 0) + 1
         for digest, count in held.items():
             entry = self.vision.lookup(digest)
             assert entry is not None and entry.references == count
@@ -213,7 +213,7 @@ class World:
             assert seq.output_token_ids == expected_output(seq.request.segments, count)
 
     def _entries(self, digests: dict[bytes, int]) -> list[ImageInput]:
-        known = {p.image.digest: p.image for s in self.scheduler.running for p in s.images}
+        known = {p.key: p.image for s in self.scheduler.running for p in s.images}
         return [known[digest] for digest in digests]
 
     def _complete(self, seq: Sequence) -> bool:
@@ -228,7 +228,7 @@ class World:
         if digest in self.failing:
             self.vision.discard(digest)
             for seq in list(self.scheduler.running):
-                if any(p.image.digest == digest for p in seq.images):
+                if any(p.key == digest for p in seq.images):
                     self.scheduler.finish(seq)
                     self.live.remove(seq)
                     self.failed.append(seq)
@@ -247,35 +247,35 @@ class World:
         assert len(self.scheduler.running) <= config.max_num_seqs
         jobs = {}
         for job in batch.images:
-            entry = self.vision.lookup(job.image.digest)
+            entry = self.vision.lookup(job.key)
             assert entry is not None and not entry.ready, "an image nobody waits for is encoded"
-            assert entry.pages == job.pages, "an image is encoded into another's pages"
-            assert job.image.digest not in jobs, "an image is encoded twice"
-            jobs[job.image.digest] = job
+            assert [entry.pages] == job.pages, "an image is encoded into another's pages"
+            assert job.key not in jobs, "an image is encoded twice"
+            jobs[job.key] = job
         ids = [c.seq.id for c in batch.chunks]
         assert len(ids) == len(set(ids)), "a sequence has two chunks in one step"
         for chunk in batch.chunks:
             seq, end = chunk.seq, chunk.start + chunk.count
             assert seq.status is SequenceStatus.RUNNING and seq in self.scheduler.running
             assert chunk.start == seq.num_computed_tokens and chunk.count > 0
-            assert end <= seq.num_tokens and end <= len(seq.pages) * PAGE
+            assert end <= seq.num_tokens and end <= len(seq.tables[0]) * PAGE
             assert not seq.last_is_pending, "a token is computed that nobody may choose from"
             assert chunk.samples == (end == seq.num_tokens and not seq.request.prefill_only)
             for placed in seq.images:
-                entry = self.vision.lookup(placed.image.digest)
-                assert entry is not None and placed.pages == entry.pages
+                entry = self.vision.lookup(placed.key)
+                assert entry is not None and placed.pages == [entry.pages]
                 if placed.text_index < end:
-                    there = entry.ready or placed.image.digest in jobs
+                    there = entry.ready or placed.key in jobs
                     assert there, "text behind an image that is not there"
 
     def _read_and_write(self, seq: Sequence, start: int, end: int) -> None:
         names = history(seq, [token for other, token in self.flight if other is seq])
-        slots = [seq.pages[i // PAGE] * PAGE + i % PAGE for i in range(end)]
+        slots = [seq.tables[0][i // PAGE] * PAGE + i % PAGE for i in range(end)]
         read = [self.text_kv.get(slot) for slot in slots[:start]]
         assert read == names[:start], "other text stands in the sequence's pages"
         for placed in seq.images:
             if placed.text_index < end:
                 assert placed.pages is not None
-                found = {self.vision_kv.get(page) for page in placed.pages}
-                assert found == {placed.image.digest}, "another image stands in the pages"
+                found = {self.vision_kv.get(page) for page in placed.pages[0]}
+                assert found == {placed.key}, "another image stands in the pages"
         self.text_kv.update(zip(slots[start:], names[start:end], strict=True))
