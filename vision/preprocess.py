@@ -1,14 +1,16 @@
 """Encoded image bytes to pixels: identity, limits and decoding, in that order.
 
-Owns what an acceptable image file is, its digest, and the one way it becomes [3, H, W] bytes.
-Knows nothing of models, requests or torch. Each fault of a file is a named `RequestError`; a
-file that is not whole is refused, never shown in part.
+Owns what an acceptable image file is, its digest, and the two ways it becomes pixels: bytes of one
+size [3, H, W], or an RGB image of its own size. Knows nothing of models, requests or torch. Each
+fault of a file is a named `RequestError`; a file that is not whole is refused, never shown in part.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,7 @@ Pixels = npt.NDArray[np.uint8]
 
 # Says how bytes become pixels. It is part of every digest: change it with the decoding below.
 DECODING = f"orientation, white, bicubic, draft 4; pillow {Image.__version__}".encode()
+FULL_DECODING = f"orientation, white, full size; pillow {Image.__version__}".encode()
 
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -48,13 +51,13 @@ def fingerprint(*fields: tuple[str, bytes]) -> bytes:
     return state.digest()
 
 
-def digest(data: bytes, settings_id: bytes) -> bytes:
+def digest(data: bytes, settings_id: bytes, decoding: bytes = DECODING) -> bytes:
     """The identity of an image [32 bytes]: its encoded bytes, how they are decoded, and by whom.
 
     `settings_id` stands for everything else the image's KV depends on or may be shared by: size,
     weights, dtype, tenant salt. Build it with `fingerprint`.
     """
-    return fingerprint(("image", data), ("decoding", DECODING), ("settings", settings_id))
+    return fingerprint(("image", data), ("decoding", decoding), ("settings", settings_id))
 
 
 def check_header(data: bytes, limits: ImageLimits) -> Header:
@@ -86,24 +89,40 @@ def decode(data: bytes, limits: ImageLimits, size: int) -> Pixels:
 
     Raises as `check_header` does, and `InvalidImageError` for a truncated or corrupt file.
     """
+    # libjpeg's scaled decoding bounds a photograph's time and memory. It starts only where four
+    # times the wanted size remains, so smaller images are decoded exactly.
+    with _decoding(data, limits, draft=4 * size) as rgb:
+        small = rgb.resize((size, size), Image.Resampling.BICUBIC)
+        return np.ascontiguousarray(np.asarray(small).transpose(2, 0, 1))
+
+
+def decode_full(data: bytes, limits: ImageLimits) -> Image.Image:
+    """A whole image file as an RGB image of its own size, upright, on white.
+
+    Raises as `decode` does. Identified with `FULL_DECODING`.
+    """
+    with _decoding(data, limits) as rgb:
+        return rgb
+
+
+@contextmanager
+def _decoding(data: bytes, limits: ImageLimits, draft: int | None = None) -> Iterator[Image.Image]:
+    """The decoded image while the file is open; every fault of it as a named `RequestError`."""
     header = check_header(data, limits)
     check_whole(data, header.format)
     try:
         with Image.open(io.BytesIO(data), formats=[header.format]) as image:
             _check_size(image.width, image.height, limits)
-            # libjpeg's scaled decoding bounds a photograph's time and memory. It starts only where
-            # four times the wanted size remains, so smaller images are decoded exactly.
-            image.draft(None, (4 * size, 4 * size))
+            if draft is not None:
+                image.draft(None, (draft, draft))
             image.load()
-            upright = _upright(image)
-            rgb = _to_rgb(upright).resize((size, size), Image.Resampling.BICUBIC)
+            yield _to_rgb(_upright(image))
     except Image.DecompressionBombError as error:
         raise ImageTooLargeError(f"The image is too large to decode: {error}") from error
     except (ImageTooLargeError, MemoryError):
         raise
     except Exception as error:  # Pillow's decoders raise almost anything on hostile bytes
         raise InvalidImageError(f"The {header.format} image cannot be decoded: {error}") from error
-    return np.ascontiguousarray(np.asarray(rgb).transpose(2, 0, 1))
 
 
 def _check_size(width: int, height: int, limits: ImageLimits) -> None:
