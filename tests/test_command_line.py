@@ -32,7 +32,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def run(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run(*words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mmserve", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
@@ -134,7 +134,8 @@ def test_a_command_is_demanded(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_version_is_printed_without_loading_pytorch() -> None:
     probe = "import sys, mmserve.__main__; print('torch' in sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    command = [sys.executable, "-c", probe]
+    loaded = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert loaded.stdout.strip() == "False"
     assert run("--version").stdout.strip() == __version__
 

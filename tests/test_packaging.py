@@ -114,7 +114,7 @@ def test_an_installed_wheel_finds_its_data_without_the_tree(wheel: Path, tmp_pat
         env={"PYTHONPATH": str(target), "PATH": "", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "smolvision-135m"

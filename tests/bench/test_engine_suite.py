@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mmserve.bench import load as load_module
 from mmserve.bench.ceilings import Ceilings
 from mmserve.bench.dims import NO_TOWER
 from mmserve.bench.engine_cases import EngineCases
@@ -23,6 +24,7 @@ from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConf
 from mmserve.engine.engine import Engine
 from tests.bench.tiny import PLAN, PROBE, SHAPE
 
+HOUR_S = 3600.0  # a limit that is none
 CONFIG = ModelConfig(device="cpu", dtype="float32")
 PAGE_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # K and V, layers, KV heads, head_dim, tokens, float32
 
@@ -41,7 +43,7 @@ def load(*, text_pages: int = 100, joules: float | None = None) -> Load:
 def test_every_case_gives_its_lines_and_the_json_holds_them(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     suite = EngineSuite(SHAPE, peer=True, plan=PLAN, probe=PROBE, step_tokens=32, json=path)
-    report = bench_engine(suite, CONFIG)
+    report = bench_engine(dataclasses.replace(suite, budget_s=HOUR_S), CONFIG)
     assert [line.fault for line in report.lines] == [None] * len(report.lines)
     assert [line.case for line in report.lines] == [
         "transformers generate 1 x 24",
@@ -68,7 +70,8 @@ def test_every_case_gives_its_lines_and_the_json_holds_them(tmp_path: Path) -> N
 def test_a_text_shape_is_asked_nothing_about_images() -> None:
     shape = dataclasses.replace(SHAPE, vision=NO_TOWER)
     plan = dataclasses.replace(PLAN, decode=PLAN.decode[:2])
-    report = bench_engine(EngineSuite(shape, plan=plan, probe=PROBE, step_tokens=32), CONFIG)
+    suite = EngineSuite(shape, plan=plan, probe=PROBE, step_tokens=32, budget_s=HOUR_S)
+    report = bench_engine(suite, CONFIG)
     assert not any("image" in line.case for line in report.lines)
     assert [line.fault for line in report.lines] == [None] * len(report.lines)
 
@@ -76,7 +79,7 @@ def test_a_text_shape_is_asked_nothing_about_images() -> None:
 def test_a_batch_decodes_one_token_a_sequence_and_step() -> None:
     running = load()
     running.start_decoding([[running.text(20)] for _ in range(3)], grown=40)
-    _, steps, tokens = running.time_steps(Window(seconds=60, max_steps=5, warm_up=1))
+    _, steps, tokens = running.time_steps(Window(seconds=HOUR_S, max_steps=5, warm_up=1))
     assert (steps, tokens) == (5, 15)
     running.check_running(3)
     running.clear()
@@ -114,7 +117,10 @@ def test_a_case_that_never_ends_is_ended() -> None:
         running.ask([running.text(4)])
 
 
-def test_joules_are_those_between_two_movements_over_the_units_between() -> None:
+def test_joules_are_those_between_two_movements_over_the_units_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load_module, "_EDGE_S", HOUR_S)
     running = load(joules=6.0)  # every reading moves the counter
     work = itertools.count()
 
@@ -123,7 +129,7 @@ def test_joules_are_those_between_two_movements_over_the_units_between() -> None
         return 2
 
     # one call to the first movement, three in the window, one to the last movement
-    each = running.joules_each(unit, Window(seconds=60, max_steps=3))
+    each = running.joules_each(unit, Window(seconds=HOUR_S, max_steps=3))
     assert next(work) == 5
     assert each == pytest.approx((3 * 6.0 - 6.0) / 8)
     assert load().joules_each(unit, Window()) is None

@@ -82,7 +82,7 @@ def lines(plan: Plan = PLAN) -> dict[str, Line]:
 
 def test_every_case_gives_its_line_and_the_json_holds_them(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    report = bench_kernels(KernelSuite("auto", plan=PLAN, probe=PROBE, json=path))
+    report = bench_kernels(KernelSuite("auto", plan=PLAN, probe=PROBE, json=path, budget_s=3600))
     assert [line.fault for line in report.lines] == [None] * len(NAMES)
     assert [line.case for line in report.lines] == NAMES
     assert read_report(path) == report

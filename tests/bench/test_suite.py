@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mmserve.bench import suite
 from mmserve.bench.ceilings import Ceilings
 from mmserve.bench.machine import Facts
 from mmserve.bench.suite import (
@@ -52,13 +53,17 @@ def test_a_case_that_fails_is_a_line_and_the_next_one_runs() -> None:
     assert line == good()[0]
 
 
-def test_no_case_starts_when_the_time_is_up() -> None:
+def test_no_case_starts_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
     def slow() -> list[Line]:
-        time.sleep(0.05)
+        nonlocal now
+        now += 50
         return good()
 
+    monkeypatch.setattr(suite, "time", SimpleNamespace(monotonic=lambda: now))
     cases = [Case("first", slow), Case("second", slow)]
-    first, second = run_cases(cases, time.monotonic() + 0.02)
+    first, second = run_cases(cases, 20)
     assert first.value == 80
     assert second.fault == "not started: no time left"
 

@@ -34,5 +34,6 @@ assert compiled() == before, (before, compiled())
 
 def test_every_kernel_is_compiled_before_the_first_request() -> None:
     script = SCRIPT.format(root=str(ROOT))
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 
 import numpy as np
 import pytest
@@ -283,10 +282,10 @@ def test_lossless_and_animated_webp_state_their_size() -> None:
 
 def test_a_decompression_bomb_is_refused_from_its_header() -> None:
     data = plain_png(14_000, 14_000)
-    start = time.perf_counter()
-    with pytest.raises(ImageTooLargeError, match=r"196\.0 megapixels .* 40"):
-        decode(data, LIMITS, SIZE)
-    assert time.perf_counter() - start < 0.1
+    header = data[: data.index(b"IDAT")]
+    for there in (data, header):  # what is refused without the rest was not read for it
+        with pytest.raises(ImageTooLargeError, match=r"196\.0 megapixels .* 40"):
+            decode(there, LIMITS, SIZE)
 
 
 def test_a_bomb_below_a_raised_limit_is_stopped_by_the_decoder() -> None:
