@@ -16,7 +16,7 @@ from mmserve.vision.model import VisionConfig
 from mmserve.vision.perceiver import CompressorConfig, Source
 from mmserve.vision.preprocess import fingerprint
 
-_MODELS = Path(__file__).parent.parent / "configs" / "models"
+MODELS = Path(__file__).parent.parent / "configs" / "models"
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def load_spec(model: str, lora: bool = True) -> ModelSpec:
 
     Raises `ValueError` for an unknown name and `KeyError` or `TypeError` for a malformed file.
     """
-    path = Path(model) if model.endswith(".json") else _MODELS / f"{model}.json"
+    path = Path(model) if model.endswith(".json") else MODELS / f"{model}.json"
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in _MODELS.glob("*.json")))
+        known = ", ".join(sorted(p.stem for p in MODELS.glob("*.json")))
         raise ValueError(f"no model {model!r}; known are {known}, or give the path of a JSON")
     text = path.read_bytes()
     data: dict[str, Any] = json.loads(text)
