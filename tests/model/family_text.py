@@ -132,7 +132,7 @@ def gemma2_body() -> dict[str, Any]:
         "sliding_window": WINDOW,
         "query_pre_attn_scalar": 16,
         "attn_logit_softcapping": 4.0,
-        "final_logit_softcapping": 6.0,
+        "final_logit_softcapping": 20.0,
     }
 
 
