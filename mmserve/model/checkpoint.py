@@ -118,6 +118,7 @@ def open_checkpoint(
     if source.gguf is not None:
         generation = {}  # of a GGUF file nothing but the file itself counts
     files = [shard.path for shard in shards]
+    written = b"" if source.gguf is not None else (source.folder / "config.json").read_bytes()
     return Checkpoint(
         name=name,
         source=source,
@@ -129,10 +130,7 @@ def open_checkpoint(
         eos_token_ids=_eos(generation, config, tokenizer_of(processor)),
         sampling=_sampling(generation),
         shards=shards,
-        weights_id=fingerprint(
-            ("config", json.dumps(config.to_dict(), sort_keys=True, default=str).encode()),
-            *identify(files),
-        ),
+        weights_id=fingerprint(("config", written), *identify(files)),
     )
 
 

@@ -52,7 +52,7 @@ def locate(model: str, progress: bool = True) -> Source:
     Raises `ModelUnavailableError`.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return Source(path)
     if path.is_file():
         if path.suffix == ".gguf":
@@ -71,13 +71,20 @@ def locate(model: str, progress: bool = True) -> Source:
 
 
 def _fetch(repo: str, revision: str | None, gguf: str | None, progress: bool) -> Source:
-    what = f"{repo}@{revision}" if revision else repo
+    what = "/".join(filter(None, (repo, gguf))) + (f"@{revision}" if revision else "")
     with _bars(progress and sys.stderr.isatty()):
         try:
-            wanted = [gguf] if gguf else _wanted(repo, revision)
+            files = _listing(repo, revision)
+            if files is None:
+                return Source(_cached(what, repo, revision, gguf or "config.json"), gguf)
+            wanted = [gguf] if gguf else _wanted(repo, revision, files)
+            if gguf and gguf not in files:
+                raise ModelUnavailableError(f"{repo} has no file {gguf} on the hub")
             folder = huggingface_hub.snapshot_download(
                 repo, revision=revision, allow_patterns=wanted
             )
+        except ModelUnavailableError:
+            raise
         except errors.GatedRepoError as error:
             raise ModelUnavailableError(
                 f"{what} is gated on the hub: accept its terms there and set HF_TOKEN"
@@ -88,30 +95,41 @@ def _fetch(repo: str, revision: str | None, gguf: str | None, progress: bool) ->
                 "HF_TOKEN (if set) may read"
             ) from error
         except errors.RevisionNotFoundError as error:
-            raise ModelUnavailableError(
-                f"{repo} has no revision {revision!r} on the hub"
-            ) from error
-        except errors.LocalEntryNotFoundError as error:
-            raise ModelUnavailableError(
-                f"{what} is not whole in the hub's cache ({huggingface_hub.constants.HF_HUB_CACHE})"
-                " and the hub cannot be reached"
-            ) from error
-        except OSError as error:  # the hub's other faults, a broken network, a full disk
+            said = f"{repo} has no revision {revision!r} on the hub"
+            raise ModelUnavailableError(said) from error
+        except Exception as error:  # the HTTP library's own faults, a full disk
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelUnavailableError(f"{what} could not be fetched: {reason}") from error
-    if gguf and not (Path(folder) / gguf).is_file():
-        raise ModelUnavailableError(f"{what} has no file {gguf}")
     return Source(Path(folder), gguf)
 
 
-def _wanted(repo: str, revision: str | None) -> list[str] | None:
-    """Names of the files to fetch; None when the hub is out of reach (the cache then decides)."""
+def _listing(repo: str, revision: str | None) -> list[str] | None:
+    """A repository's files; None when the hub is out of reach, or HF_HUB_OFFLINE is set."""
     try:
-        files = huggingface_hub.HfApi().list_repo_files(repo, revision=revision)
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        info = huggingface_hub.HfApi().model_info(repo, revision=revision)
+    except errors.HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code >= 500:
+            return None
         raise
-    except OSError:
+    except Exception:  # no route, no name, a time-out: the HTTP library's classes, not the hub's
         return None
+    return [file.rfilename for file in info.siblings or []]
+
+
+def _cached(what: str, repo: str, revision: str | None, file: str) -> Path:
+    """The snapshot's folder in the hub's cache; whether it is whole is checked with any folder."""
+    found = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision)
+    if not isinstance(found, str):
+        raise ModelUnavailableError(
+            f"there is no folder {what!r} here, it is not in the hub's cache "
+            f"({huggingface_hub.constants.HF_HUB_CACHE}), and the hub cannot be reached (or "
+            "HF_HUB_OFFLINE is set)"
+        )
+    return Path(found).parent
+
+
+def _wanted(repo: str, revision: str | None, files: list[str]) -> list[str]:
+    """Names of the files to fetch."""
     index = None
     if INDEX in files:
         path = huggingface_hub.hf_hub_download(repo, INDEX, revision=revision)
@@ -119,7 +137,7 @@ def _wanted(repo: str, revision: str | None) -> list[str] | None:
     wanted = wanted_files(files, index)
     if not any(name.endswith(".safetensors") for name in wanted):
         other = sorted(f for f in files if f.endswith((".bin", ".gguf", ".pth", ".pt")))
-        has = f" (it has {other[0]}; name a .gguf as {repo}/FILE.gguf)" if other else ""
+        has = f" (it has {other[0]}; a .gguf is named as {repo}/FILE.gguf)" if other else ""
         raise ModelUnavailableError(f"{repo} has no safetensors weights on the hub{has}")
     return wanted
 
