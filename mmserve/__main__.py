@@ -1,4 +1,4 @@
-"""The command line: `mmserve serve`, `mmserve chat`, `mmserve bench`.
+"""The command line: `mmserve serve`, `mmserve chat`, `mmserve bench`, `mmserve models`.
 
 Owns flags, the environment and their way into the configuration tree; nothing below reads either.
 Flags use vLLM's words where it has one.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from mmserve import __version__
 from mmserve.config import (
@@ -52,6 +54,16 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as {{}}")
+    return value
+
+
 def _file(text: str) -> Path:
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text!r}")
@@ -61,7 +73,12 @@ def _file(text: str) -> Path:
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     model, cache, steps = ModelConfig(), CacheConfig(), SchedulerConfig()
     add = parser.add_argument
-    add("--model", default=model.model, help="a name in configs/models/ or a JSON like those")
+    add(
+        "--model",
+        default=model.model,
+        help="a name in configs/models/ or a JSON like those, a checkpoint folder, a .gguf file, "
+        "or a hub id (org/name[@revision])",
+    )
     add("--served-model-name", help="the id in /v1/models (default: the model's own name)")
     dtypes = ("auto", "float32", "bfloat16", "int8")
     add("--dtype", default=model.dtype, choices=dtypes, help="weights")
@@ -71,6 +88,14 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=_count, help="tokens, text and image")
     add("--num-threads", type=_count, help="CPU threads (default: PyTorch's choice)")
     add("--cache-dir", type=Path, help="where fetched weights live (default: ~/.cache/mmserve)")
+    add(
+        "--mm-processor-kwargs",
+        type=_settings,
+        default={},
+        metavar="JSON",
+        help="settings of a checkpoint's image processor",
+    )
+    add("--chat-template", type=_file, help="a Jinja file instead of a checkpoint's own")
     add("--kv-cache-memory-bytes", type=_size, default=cache.text_bytes, help="text KV pool")
     add("--vision-kv-cache-memory-bytes", type=_size, default=cache.vision_bytes)
     add("--no-enable-prefix-caching", action="store_true")
@@ -100,6 +125,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             max_model_len=args.max_model_len,
             num_threads=args.num_threads,
             cache_dir=cache_dir,
+            processor_kwargs=args.mm_processor_kwargs,
+            chat_template=args.chat_template,
         ),
         cache=CacheConfig(
             text_bytes=args.kv_cache_memory_bytes,
@@ -220,6 +247,12 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _models(args: argparse.Namespace) -> None:
+    from mmserve.model.supported import listing
+
+    print(listing())
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mmserve", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=__version__)
@@ -249,6 +282,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_bench_flags(bench)
     _add_engine_flags(bench)
     bench.set_defaults(run=_bench)
+
+    models = commands.add_parser("models", help="what can be served, and how each was tested")
+    models.set_defaults(run=_models)
     return parser
 
 
@@ -270,7 +306,10 @@ def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         args.run(args)
-    except (ValueError, OSError, ModelUnavailableError) as error:  # said in one sentence
+    except ModelUnavailableError as error:  # as argparse does for a wrong flag: --model is one
+        print(f"mmserve: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (ValueError, OSError) as error:  # said in one sentence
         sys.exit(f"mmserve: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

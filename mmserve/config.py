@@ -6,8 +6,10 @@ environment or a flag.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 GIB = 1024**3
 MIB = 1024**2
@@ -28,7 +30,9 @@ class ImageLimits:
 class ModelConfig:
     """Which model, and how its weights are held."""
 
-    model: str = "smolvision-135m"  # a name in configs/models/ or the path of such a JSON
+    # A name in configs/models/, the path of such a JSON, a checkpoint folder, a .gguf file, or a
+    # hub id (org/name, maybe @revision).
+    model: str = "smolvision-135m"
     served_name: str | None = None  # the id in /v1/models; default: the model's own name
     dtype: str = "auto"  # auto | float32 | int8 (CPU) | bfloat16 (CUDA)
     deterministic: bool = False  # a request's bits do not depend on what runs beside it
@@ -37,6 +41,10 @@ class ModelConfig:
     max_model_len: int | None = None  # tokens, text and image; default: the model's own
     num_threads: int | None = None  # CPU threads; default: torch's
     cache_dir: Path | None = None  # where fetched weights live; default: ~/.cache/mmserve
+    # Of checkpoints that transformers defines: settings of the image processor, and a chat template
+    # instead of their own.
+    processor_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    chat_template: Path | None = None
 
 
 @dataclass(frozen=True)

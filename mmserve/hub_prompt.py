@@ -86,7 +86,7 @@ class HubTemplate:
         images: Sequence[ImageInput],
         *,
         continue_final: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Prompt:
         """The conversation as segments; images[i] is the i-th `ImagePart` of all messages.
 
@@ -97,11 +97,16 @@ class HubTemplate:
         self._check(messages, continue_final)
         quotes = self._encoder.quotes()
         conversation = [self._message(message, quotes) for message in messages]
-        text = self._write(conversation, quotes.tree(tools), continue_final)
+        text = self._write(conversation, quotes.tree(list(tools)) or None, continue_final)
         adds = self._adds_first(text)
         text = self._finish(self._place(text, images), self._tokenizer, self.image_token)
         ids = self._encoder.encode(text, quotes, add_special_tokens=adds)
         return self._prompt(ids, images)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template says anything of tools."""
+        return any(re.search(r"\btools\b", text) for text in self._templates.values())
 
     def expand(self, text: str) -> str:
         """What becomes of a text with placeholders but for the images' own tokens."""

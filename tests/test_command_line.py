@@ -37,10 +37,10 @@ def run(*words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
-def complaint(*words: str) -> str:
+def complaint(*words: str, status: int = 1) -> str:
     """The last line a failing command prints; a loading message may stand before it."""
     result = run(*words)
-    assert result.returncode == 1
+    assert result.returncode == status
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     line = result.stderr.strip().splitlines()[-1]
@@ -73,6 +73,15 @@ def test_flags_reach_their_place_in_the_tree() -> None:
     assert config.scheduler.max_num_seqs == 7
     assert config.scheduler.max_num_batched_tokens == 99
     assert config.images.max_images == 5
+
+
+def test_flags_of_public_checkpoints_reach_their_place_in_the_tree(tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("hi")
+    settings = '{"size": {"longest_edge": 3136}}'
+    config = parse("--chat-template", str(template), "--mm-processor-kwargs", settings)
+    assert config.model.chat_template == template
+    assert config.model.processor_kwargs == {"size": {"longest_edge": 3136}}
 
 
 def test_the_cache_folder_follows_xdg_unless_a_flag_names_one(
@@ -114,6 +123,9 @@ def test_a_bad_size_is_refused_by_name(text: str, capsys: pytest.CaptureFixture[
         ("--port", "http", "65535"),
         ("--dtype", "int3", "invalid choice"),
         ("--api-key-file", "/nowhere/keys", "no file"),
+        ("--chat-template", "/nowhere/mine.jinja", "no file"),
+        ("--mm-processor-kwargs", "[1]", "no JSON object"),
+        ("--mm-processor-kwargs", "{", "no JSON object"),
         ("--ssl-certfile", "/nowhere/cert.pem", "no file"),
     ],
 )
@@ -155,7 +167,7 @@ def test_serving_on_a_busy_port_ends_at_once_with_a_sentence(busy_port: int) -> 
 
 @pytest.mark.slow
 def test_serving_an_unknown_model_names_the_known_ones() -> None:
-    line = complaint("serve", "--port", "0", "--model", "nope")
+    line = complaint("serve", "--port", "0", "--model", "nope", status=2)
     assert "'nope'" in line
     assert "smolvision-135m" in line
 

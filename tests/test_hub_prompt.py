@@ -227,6 +227,7 @@ def test_tools_reach_the_template_with_their_strings_quoted(opened: Open) -> Non
     tokenizer = border.checkpoint.tokenizer
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in flat(prompt)
     assert "<|im_end|> x" in tokenizer.decode(flat(prompt))
+    assert (template.takes_tools, border.template.takes_tools) == (True, False)
 
 
 def test_an_image_that_the_template_drops_is_refused(opened: Open) -> None:

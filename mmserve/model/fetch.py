@@ -38,7 +38,7 @@ class BaseModelSpec:
 
 
 class ModelUnavailableError(RuntimeError):
-    """The base model is neither in the cache nor to be had; the message says what helps."""
+    """A model is not to be had or cannot be served; one sentence says what, and what helps."""
 
 
 def default_cache_dir(xdg_cache_home: str | None = None) -> Path:

@@ -24,7 +24,7 @@ from huggingface_hub.utils.tqdm import (
 
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.model.shards import INDEX, SINGLE
-from mmserve.model.spec import MODELS
+from mmserve.model.supported import MODELS
 
 # org/name, with @revision, or with /file.gguf behind; each part as the hub allows it.
 _HUB_ID = re.compile(

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmserve.model.fetch import BaseModelSpec, sha256_of
+from mmserve.model.fetch import BaseModelSpec, ModelUnavailableError, sha256_of
+from mmserve.model.supported import MODELS
 from mmserve.vision.encoder import EncoderConfig
 from mmserve.vision.model import VisionConfig
 from mmserve.vision.perceiver import CompressorConfig, Source
 from mmserve.vision.preprocess import fingerprint
-
-MODELS = Path(__file__).parent.parent / "configs" / "models"
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,15 @@ class ModelSpec:
 def load_spec(model: str, lora: bool = True) -> ModelSpec:
     """Reads a name in `configs/models/` or a path; `lora` False leaves the adapter out.
 
-    Raises `ValueError` for an unknown name and `KeyError` or `TypeError` for a malformed file.
+    Raises `ModelUnavailableError` for an unknown name and `KeyError` or `TypeError` for a
+    malformed file.
     """
     path = Path(model) if model.endswith(".json") else MODELS / f"{model}.json"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in MODELS.glob("*.json")))
-        raise ValueError(f"no model {model!r}; known are {known}, or give the path of a JSON")
+        raise ModelUnavailableError(
+            f"no model {model!r}; known are {known}, or give the path of a JSON"
+        )
     text = path.read_bytes()
     data: dict[str, Any] = json.loads(text)
     adapter = data.get("lora") if lora else None

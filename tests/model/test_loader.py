@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mmserve.config import ModelConfig
+from mmserve.model.fetch import ModelUnavailableError
 from mmserve.model.loader import LoadedModel, load_model, resolve_device
 from mmserve.model.spec import load_spec
 from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
@@ -112,7 +113,7 @@ def test_it_sees(loaded: LoadedModel) -> None:
 
 
 def test_an_unknown_model_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ValueError, match="smolvision-135m"):
+    with pytest.raises(ModelUnavailableError, match="smolvision-135m"):
         load_spec("gpt-17")
 
 
