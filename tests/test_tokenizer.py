@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tokenizers
 from hypothesis import given
@@ -33,11 +35,56 @@ def test_a_special_token_is_had_by_name_and_ends_turns(tokenizer: Tokenizer) -> 
         tokenizer.special("<image>")
 
 
-def test_a_tokenizer_that_is_not_byte_level_is_refused() -> None:
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece()])
+def test_a_tokenizer_whose_tokens_are_no_bytes_is_refused(decoder: Any) -> None:
     backend = tokenizers.Tokenizer(models.BPE())
-    backend.decoder = decoders.Metaspace()
-    with pytest.raises(ValueError, match="byte-level"):
+    if decoder is not None:
+        backend.decoder = decoder
+    with pytest.raises(ValueError, match="not supported; byte-level and SentencePiece-like"):
         Tokenizer(backend, eos_tokens=[])
+
+
+LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        decoders.Sequence([*LLAMA, decoders.Strip(" ", 1, 0)]),
+        decoders.Sequence(LLAMA),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")]),
+    ],
+    ids=["llama", "gemma", "metaspace"],
+)
+def pieces(request: pytest.FixtureRequest) -> Tokenizer:
+    """SentencePiece as transformers converts it: `▁` for spaces, a token for each byte."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["</s>", "▁", "▁the", "fox", "▁fox", "s", *bytes_]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    backend.decoder = request.param
+    backend.add_special_tokens(["</s>"])
+    backend.add_tokens(["▁▁raw"])
+    return Tokenizer(backend, eos_tokens=["</s>"])
+
+
+def test_pieces_stand_for_their_text_and_byte_tokens_for_a_byte(pieces: Tokenizer) -> None:
+    def ids(*tokens: str) -> list[int]:
+        return [pieces.special(token) for token in tokens]
+
+    assert pieces.decode(ids("▁the", "▁fox", "s", "</s>")) == " the foxs"
+    assert pieces.decode(ids("fox", "<0xC3>", "<0xA9>", "▁")) == "foxé "
+    assert pieces.token_bytes(ids("<0xC3>")[0]) == b"\xc3"
+    assert pieces.decode(ids("▁▁raw", "</s>"), skip_special=False) == "▁▁raw</s>"
+    assert pieces.token_bytes(pieces.vocab_size) == b""
+
+
+def test_pieces_decode_as_the_backend_does_behind_another_token(pieces: Tokenizer) -> None:
+    """Only at the very beginning backends drop a space."""
+    backend = pieces._backend
+    for token in ("▁the", "fox", "▁fox", "s", "▁"):
+        begun = [pieces.special("fox"), pieces.special(token)]
+        assert pieces.decode(begun) == backend.decode(begun)
 
 
 @given(text=st.text())
