@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from PIL import Image
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from mmserve.errors import RequestError
 from mmserve.hub_prompt import HubTemplate
@@ -140,6 +144,33 @@ def test_two_texts_side_by_side_do_not_make_up_a_special_token(opened: Open, nam
     token = border.template.image_token
     prompt = border.render(token[:3], SMALL, token[3:])
     assert border.checkpoint.image_token_id not in text_ids(border, prompt)
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_a_tokenizer_that_sets_spaces_before_words_gives_its_own_ids_too(
+    opened: Open, tmp_path: Path, scheme: str
+) -> None:
+    """Llama 2's kind, where a text alone and behind a token are encoded differently."""
+    source = opened("llava").checkpoint.source.folder
+    folder = Path(shutil.copytree(source, tmp_path / "llava"))
+    word_level(scheme).save_pretrained(folder)
+    border = open_border(folder)
+    for parts in (["fox"], [SMALL, "fox"], ["a fox ", SMALL, TALL, "  two"], ["a\n", SMALL]):
+        assert ours(border, *parts) == border.theirs(*parts)
+
+
+def word_level(scheme: str) -> PreTrainedTokenizerFast:
+    special = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(["USER: a red fox\n ASSISTANT: two foxes "] * 4, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", special.index("<s>"))]
+    )
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
 def test_segments_keep_text_and_images_in_order(opened: Open) -> None:
