@@ -6,12 +6,14 @@ User text never becomes a special token: only the template writes those, by id.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mmserve.errors import RequestError
 from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
 from mmserve.tokenizer import Tokenizer
+from mmserve.tools import HERMES
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,13 @@ class ChatTemplate:
         images: Sequence[ImageInput],
         *,
         continue_final: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Prompt:
         """The conversation as segments; images[i] is the i-th `ImagePart` of all messages.
 
         Ends with the opening of the assistant's turn, or, with `continue_final`, inside the last
-        message, which must be the assistant's. Raises `RequestError` when there is no message, a
+        message, which must be the assistant's. `tools` (see `Tool.described`) stand at the end of
+        the first system message. Raises `RequestError` when there is no message, a
         role is unknown or there is nothing to continue.
         """
         if not messages:
@@ -125,14 +129,20 @@ class ChatTemplate:
         assert count == len(images), f"{count} image parts, {len(images)} images"
 
         out = _PromptWriter(self._tokenizer)
-        if self._system is not None and ROLES[messages[0].role] != "system":
-            self._open(out, "system")
-            out.text(self._system)
-            self._close(out)
+        if ROLES[messages[0].role] != "system" and (tools or self._system is not None):
+            own = (TextPart(self._system),) if self._system else ()
+            messages = [Message("system", own), *messages]
+        described = HERMES.describe(tools) if tools else ""
         done = 0
         for i, message in enumerate(messages):
-            self._open(out, ROLES[message.role])
+            role = ROLES[message.role]
+            before, after = HERMES.result() if tools and role == "tool" else ("", "")
+            self._open(out, role)
+            out.text(before)
             done = self._content(out, message, images, done)
+            out.text(after)
+            if described and i == 0:
+                out.text(f"\n\n{described}" if message.parts else described)
             if not (continue_final and i == len(messages) - 1):
                 self._close(out)
         if not continue_final:

@@ -11,10 +11,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numba
 import torch
@@ -33,6 +33,7 @@ from mmserve.metrics import Metrics
 from mmserve.model.loader import load_model
 from mmserve.prompt import ImagePart, Message, Prompt
 from mmserve.request import (
+    Constraint,
     FinishReason,
     ImageInput,
     Request,
@@ -41,6 +42,7 @@ from mmserve.request import (
     TokenEvent,
     Usage,
 )
+from mmserve.tools import HERMES, ToolFormat
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class ModelInfo:
     image_limits: ImageLimits
     created: int
     default_temperature: float = 0.0  # a small model babbles when it is sampled at 1
+    tool_format: ToolFormat | None = HERMES  # None: it cannot be told of tools
 
 
 class Generation:
@@ -108,6 +111,7 @@ class AsyncEngine:
         self._thread: threading.Thread | None = None
         # Decoding images is most of preparation; two at a time leave the step loop its cores.
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="prepare")
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
 
     async def start(self) -> None:
         """Load the model and start stepping. Raises what loading raises.
@@ -141,7 +145,8 @@ class AsyncEngine:
             self._commands.put(lambda engine: engine.abort_all(FinishReason.ABORT))
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join)
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._workers, self._compiler):
+            workers.shutdown(wait=False, cancel_futures=True)
         self.status = "dead"
 
     @property
@@ -155,10 +160,19 @@ class AsyncEngine:
     def metrics(self) -> Metrics:
         return self.engine.metrics
 
-    async def prepare(self, messages: Sequence[Message], *, continue_final: bool = False) -> Prompt:
+    async def prepare(
+        self,
+        messages: Sequence[Message],
+        *,
+        continue_final: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        constraint: Constraint | None = None,
+    ) -> Prompt:
         """Check and identify the images, decode unknown ones, render the conversation.
 
-        Raises `RequestError`s, images' with the `param` of their part.
+        `tools`: what the model is told of, as chat templates take it. `constraint`: what the
+        answer's parameters will hold; it is compiled here. Raises `RequestError`s, images' and the
+        constraint's with their `param`.
         """
         engine = self.engine
         parts = [p for m in messages for p in m.parts if isinstance(p, ImagePart)]
@@ -177,6 +191,9 @@ class AsyncEngine:
                 f"{engine.max_model_len}."
             )
         loop = asyncio.get_running_loop()
+        if constraint is not None:
+            # Before any image is decoded, and not in the images' way.
+            await loop.run_in_executor(self._compiler, engine.grammars.matcher, constraint)
         images: list[ImageInput] = await asyncio.gather(
             *(
                 loop.run_in_executor(self._workers, engine.pipeline.prepare, p.data, p.param)
@@ -185,7 +202,9 @@ class AsyncEngine:
         )
         return await loop.run_in_executor(
             self._workers,
-            lambda: engine.template.render(messages, images, continue_final=continue_final),
+            lambda: engine.template.render(
+                messages, images, continue_final=continue_final, tools=tools
+            ),
         )
 
     def submit(
@@ -197,7 +216,8 @@ class AsyncEngine:
         prefill_only: bool = False,
     ) -> Generation:
         """Queue a generation. Raises ContextLengthExceededError, QueueFullError,
-        EngineUnavailableError or, for parameters out of range, RequestError."""
+        EngineUnavailableError or, for parameters out of range, RequestError. A constraint that
+        `prepare` has not seen is compiled here, while the event loop waits."""
         engine = self.engine
         if self.status != "ok":
             raise ShuttingDownError(f"The engine is {self.status}.")
@@ -213,8 +233,10 @@ class AsyncEngine:
         engine.scheduler.check_admissible(request, prompt.num_text_tokens, prompt.num_image_tokens)
         assert request_id not in self._generations, "request ids are unique"
         generation = Generation(request_id, self._abort)
+        constraint = None if prefill_only else params.constraint
+        matcher = engine.grammars.matcher(constraint) if constraint else None
         self._generations[request_id] = generation
-        self._commands.put(lambda engine: engine.add(request))
+        self._commands.put(lambda engine: engine.add(request, matcher))
         return generation
 
     async def call(self, function: Callable[[], T]) -> T:

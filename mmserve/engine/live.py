@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from mmserve.engine.detokenizer import IncrementalDetokenizer, StopChecker
+from mmserve.engine.grammar import Matcher
 from mmserve.engine.sampler import SampledToken, SamplingState
 from mmserve.request import (
     FinishReason,
@@ -51,19 +52,20 @@ class Clock:
 
 @dataclass
 class Live:
-    """A request in the engine."""
+    """A request in the engine. `matcher`: of a constrained one."""
 
     seq: Sequence
     tokenizer: Tokenizer
+    matcher: Matcher | None = None
     sampling: SamplingState = field(init=False)
     clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:
         seq = self.seq
-        self.sampling = SamplingState(self.request.params, seq.token_ids, seq.num_prompt_tokens)
+        params, prompt = self.request.params, seq.num_prompt_tokens
+        self.sampling = SamplingState(params, seq.token_ids, prompt, self.matcher)
         self.clock = Clock(self.request.arrival)
         self._detokenizer = IncrementalDetokenizer(self.tokenizer)
-        params = self.request.params
         self._stop = StopChecker(params.stop)
         self._ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -78,6 +80,12 @@ class Live:
         seq, token = self.seq, sampled.token_id
         seq.settle(token)
         ends = token in self._ends
+        if self.matcher is not None:
+            stuck = self.matcher.accept(token)
+            if stuck is not None and token not in seq.request.params.stop_token_ids:
+                return self.end(FinishReason.ERROR, stuck)
+            # A complete grammar allows nothing but the end, even where the request ignores it.
+            ends = ends or token in self.tokenizer.eos_token_ids
         text, stop = "" if ends else self._detokenizer.push([token]), None
         if seq.request.params.stop:
             text, stop = self._stop.push(text)
@@ -110,11 +118,7 @@ class Live:
 
     def usage(self) -> Usage:
         seq = self.seq
-        computed = {
-            p.key: p.image.num_tokens
-            for p in seq.images
-            if p.key in seq.missing_images
-        }
+        computed = {p.key: p.image.num_tokens for p in seq.images if p.key in seq.missing_images}
         cached_images = seq.num_image_tokens - sum(computed.values())
         return Usage(
             prompt_tokens=seq.num_prompt_tokens + seq.num_image_tokens,

@@ -2,13 +2,15 @@
 
 Owns the rules and their order. Knows nothing of pools, the model or text. For each row:
 
-1. repetition penalty over prompt and output (positive logits divided, negative multiplied);
-2. frequency penalty times the count in the output, presence penalty if there is any;
-3. logit bias;
-4. temperature, then top-k, top-p of what top-k left, min-p;
-5. one draw by inverting the cumulative distribution.
+1. what the answer's grammar does not allow is out (`masks`);
+2. repetition penalty over prompt and output (positive logits divided, negative multiplied);
+3. frequency penalty times the count in the output, presence penalty if there is any;
+4. logit bias;
+5. temperature, then top-k, top-p of what top-k left, min-p;
+6. one draw by inverting the cumulative distribution.
 
-The log-probabilities reported are the model's own: of the logits before any of these steps.
+The log-probabilities reported are the model's own among what the grammar allows: of the logits
+after the first of these steps.
 
 Choosing and reading are two calls, `begin` and `Drawn.land`, so that the next step can be launched
 with tokens that only the device has seen.
@@ -23,6 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from mmserve.engine.grammar import Matcher
+from mmserve.engine.masks import mask
 from mmserve.engine.transfer import download, resolve_pending, send, upload
 from mmserve.errors import RequestError
 from mmserve.kernels.chain import has_kernels
@@ -58,9 +62,16 @@ class SamplingState:
     """
 
     def __init__(
-        self, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
+        self,
+        params: SamplingParams,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        matcher: Matcher | None = None,
     ) -> None:
+        """`matcher`: what a constrained answer may go on with; it has seen all tokens so far
+        whenever the next is chosen."""
         self.params = params
+        self.matcher = matcher
         self._token_ids = token_ids
         self._num_prompt_tokens = num_prompt_tokens
         self._num_counted = 0
@@ -83,7 +94,8 @@ class SamplingState:
     def plain(self) -> bool:
         """The best logit is the answer and nothing else is asked."""
         p = self.params
-        return self.greedy and not self.penalised and not p.logit_bias and p.logprobs is None
+        asked = self.penalised or p.logit_bias or p.logprobs is not None or self.matcher
+        return self.greedy and not asked
 
     def counts(
         self, vocab_size: int, device: torch.device, previous: Tensor | None
@@ -134,7 +146,8 @@ class Drawn:
         if self._logprobs is not None:
             chosen, values, ids = rest
             for r, (row, wanted) in enumerate(self._logprobs.wanted.items()):
-                top = tuple(zip(ids[r][:wanted], values[r][:wanted], strict=True))
+                pairs = zip(ids[r][:wanted], values[r][:wanted], strict=True)
+                top = tuple(pair for pair in pairs if pair[1] > -math.inf)
                 result[row] = SampledToken(tokens[row], chosen[r], top)
         return result
 
@@ -177,7 +190,7 @@ class Sampler:
         choice = self._kernels(logits)
         if all(state.plain for state in states):
             return Drawn(choice.best(logits) if choice else logits.argmax(-1))
-        logits = logits.float()
+        logits = mask(logits.float(), [state.matcher for state in states])
         adjusted = self._adjust(logits, states, previous)
         rows = [i for i, state in enumerate(states) if not state.greedy]
         if choice:
