@@ -150,7 +150,9 @@ def chromium() -> Iterator[Browser]:
     if path is None:
         pytest.skip("Chromium is not installed")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, headless=True, args=ARGS)
+        browser = playwright.chromium.launch(
+            executable_path=path, headless=True, args=ARGS, timeout=300_000
+        )
         yield browser
         browser.close()
 
