@@ -23,21 +23,6 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Constraint:
-    """The form that an answer must have.
-
-    `kind`: "schema" (`text` is a JSON schema), "regex", "choice" (a JSON array of strings) or
-    "grammar" (Lark or GBNF). `lenient`: parts of a schema that cannot be enforced are left out.
-    `param` is the request's field, for error messages.
-    """
-
-    kind: str
-    text: str
-    lenient: bool = False
-    param: str | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen. `temperature` 0 is greedy. Validated by `validate`."""
 
@@ -55,7 +40,6 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; n: the chosen token's and the n best
-    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +150,18 @@ class Request:
         return [s.image for s in self.segments if isinstance(s, ImageSegment)]
 
 
+def _digest(segments: tuple[Segment, ...]) -> bytes:
+    """Names a whole prompt."""
+    whole = hashlib.sha256()
+    for segment in segments:
+        if isinstance(segment, ImageSegment):
+            whole.update(b"image" + segment.image.digest)
+        else:
+            run = array("q", segment.token_ids).tobytes()
+            whole.update(b"text" + len(run).to_bytes(8, "little") + run)
+    return whole.digest()
+
+
 class SequenceStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -179,7 +175,8 @@ class PlacedImage:
     `visual_index` and on among the sequence's visual tokens.
 
     `key` names its KV in the vision pool: the image's digest where its KV depends on nothing else,
-    or with everything before it. `pages`: by layer group, while the sequence holds the image.
+    or with everything before it. `pages`: by layer group, while the sequence runs; empty where it
+    does not hold the image.
     """
 
     image: ImageInput
@@ -189,6 +186,15 @@ class PlacedImage:
     key: bytes
     pages: list[list[int]] | None = None
 
+    @property
+    def start(self) -> int:
+        """Its first token's place among all tokens of the sequence."""
+        return self.text_index + self.visual_index
+
+    @property
+    def end(self) -> int:
+        return self.start + self.image.num_tokens
+
 
 class Sequence:
     """A request's tokens and lengths, and which pages hold them.
@@ -196,15 +202,20 @@ class Sequence:
     A token whose step is launched and whose value the host has not seen yet is *pending*: it
     stands at the end of `token_ids` as -(row + 1), its row among the tokens that step chooses.
 
-    Invariants: num_computed_tokens <= num_tokens; the pages cover at least the computed tokens;
-    `keys[i]` identifies text token i *and* the images directly before it, so equal key prefixes
-    mean equal KV at equal positions; a pending token has no key.
+    Invariants: num_computed_tokens <= num_tokens; the pages cover at least the computed tokens, but
+    for those that a window has passed (-1); `keys[i]` identifies text token i *and* the images
+    directly before it, so equal key prefixes mean equal KV at equal positions; a pending token has
+    no key.
     """
 
-    def __init__(self, request: Request, *, in_context: bool = False) -> None:
-        """`in_context`: images see what stands before them, and are known by it, too."""
+    def __init__(
+        self, request: Request, *, in_context: bool = False, whole_prompt: bool = False
+    ) -> None:
+        """`in_context`: images see what stands before them, and are known by it, too.
+        `whole_prompt`: all of the prompt sees all of it, so all of it is known by all of it."""
         self.request = request
         self.in_context = in_context
+        self.whole_prompt = whole_prompt
         self.status = SequenceStatus.WAITING
         self.token_ids: list[int] = []
         self.images: list[PlacedImage] = []
@@ -213,7 +224,7 @@ class Sequence:
         self.num_computed_tokens = 0  # text tokens whose KV is in the pool
         self.num_pending = 0  # tokens at the end of `token_ids` whose values are not known yet
         self.num_cached_tokens = 0  # text tokens found in the prefix cache at first admission
-        self.missing_images: frozenset[bytes] = frozenset()  # digests not found then
+        self.missing_images: frozenset[bytes] = frozenset()  # keys not found then
         self.images_ready = False  # all images' KV is written, and they are held
         # Images that the first generated token, which is always text, is the first to look at.
         self._before_next = self._place(request)
@@ -227,8 +238,9 @@ class Sequence:
     def _place(self, request: Request) -> list[bytes]:
         """Lay the segments out; the digests of trailing images."""
         position = visual = hashed = 0
-        before: list[bytes] = []
-        context = hashlib.sha256()
+        salt = _digest(request.segments) if self.whole_prompt else b""
+        before = [salt] if salt else []
+        context = hashlib.sha256(salt)
         for segment in request.segments:
             if isinstance(segment, ImageSegment):
                 image, index = segment.image, len(self.token_ids)
@@ -334,7 +346,6 @@ class Sequence:
         if self.num_pending:
             del self.token_ids[-self.num_pending :]
             self.num_pending = 0
-        if not self.request.prefill_only:
             self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def _append_key(self, token_id: int) -> None:

@@ -123,12 +123,12 @@ class Load:
 
         Raises ValueError where they do not run all together.
         """
-        text = self.engine.scheduler.text
-        size = self.engine.scheduler.page_size
+        holdings, size = self.engine.scheduler.holdings, self.engine.scheduler.page_size
         need = sum(-(-(_text_tokens(prompt) + grown) // size) for prompt in prompts)
-        if need > text.num_pages:
-            gigabytes = need * self.engine.runner.text[0].shape.page_bytes / 1e9
-            raise ValueError(f"does not fit: needs {gigabytes:.0f} GB of text KV")
+        for g in holdings.text_groups:
+            if holdings.groups[g].window is None and need > holdings.text[g].num_pages:
+                gigabytes = need * self.engine.runner.text[g].shape.page_bytes / 1e9
+                raise ValueError(f"does not fit: needs {gigabytes:.0f} GB of text KV")
         for prompt in prompts:
             self.add(prompt)
         while not all(self.answers.values()):
@@ -188,7 +188,7 @@ class Load:
         self.answers.clear()
         radix = self.engine.scheduler.radix
         if radix is not None:
-            radix.evict(radix.evictable_pages)
+            radix.clear()
 
 
 def _text_tokens(segments: Sequence[Segment]) -> int:
@@ -198,8 +198,11 @@ def _text_tokens(segments: Sequence[Segment]) -> int:
 def kv_bytes(load: Load) -> tuple[int, int]:
     """Bytes of KV that a decode step must read: each page once, and once for each sequence."""
     runner, running = load.engine.runner, load.engine.scheduler.running
-    text = [page for seq in running for page in seq.tables[0]]
-    vision = [page for seq in running for i in seq.images for page in (i.pages or [[]])[0]]
-    sizes = runner.text[0].shape.page_bytes, runner.vision[0].shape.page_bytes
-    once = len(set(text)) * sizes[0] + len(set(vision)) * sizes[1]
-    return once, len(text) * sizes[0] + len(vision) * sizes[1]
+    once = each = 0
+    for g in range(len(runner.groups)):
+        text = [page for seq in running for page in seq.tables[g] if page >= 0]
+        vision = [page for seq in running for i in seq.images for page in (i.pages or [])[g]]
+        for pages, pool in ((text, runner.text[g]), (vision, runner.vision[g])):
+            once += len(set(pages)) * pool.shape.page_bytes
+            each += len(pages) * pool.shape.page_bytes
+    return once, each

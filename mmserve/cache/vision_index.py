@@ -139,6 +139,16 @@ class VisionIndex:
         self.stats.misses += 1
         return entry.pages
 
+    def can_acquire(self, images: Sequence[tuple[bytes, int]]) -> bool:
+        """Whether `acquire_all` would get the images (digest, visual tokens) now."""
+        sizes = dict(images)
+        known = {d: self._entries[d] for d in sizes if d in self._entries}
+        if any(entry.state is EntryState.FAILED for entry in known.values()):
+            return False
+        needed = sum(self.pages_for(n) for d, n in sizes.items() if d not in known)
+        spared = sum(len(entry.pages) for d, entry in known.items() if d in self._idle)
+        return needed <= self.num_available - spared
+
     def acquire_all(self, images: Sequence[tuple[bytes, int]]) -> AcquireResult | None:
         """Holds every image (digest, visual tokens) of one sequence, or none of them.
 
@@ -146,14 +156,10 @@ class VisionIndex:
         None means not now: too few pages, or an image whose write has just failed. Because nobody
         ever waits with a part of their images in hand, sequences cannot block each other.
         """
+        if not self.can_acquire(images):
+            return None
         sizes = dict(images)
-        known = {d: self._entries[d] for d in sizes if d in self._entries}
-        if any(entry.state is EntryState.FAILED for entry in known.values()):
-            return None
-        needed = sum(self.pages_for(n) for d, n in sizes.items() if d not in known)
-        spared = sum(len(entry.pages) for d, entry in known.items() if d in self._idle)
-        if needed > self.num_available - spared:
-            return None
+        known = [digest for digest in sizes if digest in self._entries]
         # The known ones first: held, they cannot be evicted by the reservations.
         for digest, _ in images:
             if digest in known:

@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
-from mmserve.engine.grammar import Grammars, Matcher
 from mmserve.engine.live import Live
 from mmserve.engine.meter import board_meter, step_work
-from mmserve.engine.model_runner import build_runner
+from mmserve.engine.model_runner import ModelRunner, build_runner
 from mmserve.engine.sampler import Drawn, Sampler
 from mmserve.engine.vision_pipeline import VisionPipeline
 from mmserve.metrics import Metrics
@@ -59,23 +58,13 @@ class Engine:
         self.runner = build_runner(loaded, config.cache, config.model)
         names = map(loaded.tokenizer.id_to_token, self.runner.eos_token_ids)
         self.tokenizer = Tokenizer(loaded.tokenizer, [name for name in names if name])
-        self.grammars = Grammars(loaded.tokenizer, self.tokenizer.eos_token_ids)
         self.template = ChatTemplate(
             self.tokenizer,
             system=spec.system_prompt,
             image_prefix=spec.image_prefix,
             image_suffix=spec.image_suffix,
         )
-        text, vision = self.runner.text[0], self.runner.vision[0]
-        page_size = config.cache.page_size
-        self.scheduler = Scheduler(
-            config.scheduler,
-            text=text.pages,
-            vision=vision.index,
-            radix=RadixCache(text.pages, page_size) if config.cache.prefix_caching else None,
-            page_size=page_size,
-            max_model_len=spec.max_model_len,
-        )
+        self.scheduler = build_scheduler(config, self.runner, spec.max_model_len)
         self.pipeline = VisionPipeline(
             config.images,
             size=spec.image_size,
@@ -85,7 +74,7 @@ class Engine:
                 ("dtype", self.runner.dtype.encode()),
                 ("size", str(spec.image_size).encode()),
             ),
-            is_resident=vision.index.is_ready,
+            is_resident=self.scheduler.holdings.is_stored,
             on_decode=self.metrics.image_decodes.inc,
         )
         # One flight is in the air between two steps. May be set at any time, to compare.
@@ -101,20 +90,17 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._outbox) or self._flight is not None
 
-    def add(self, request: Request, matcher: Matcher | None = None) -> None:
-        """Queue an admissible request (`Scheduler.check_admissible`).
-
-        `matcher`: of a constrained one; compiled here, while all wait, if it is missing.
-        """
-        constraint = request.params.constraint
-        if constraint is not None and not request.prefill_only:
-            matcher = matcher or self.grammars.matcher(constraint)
-        seq = Sequence(request)
+    def add(self, request: Request) -> None:
+        """Queue an admissible request (`Scheduler.check_admissible`)."""
+        scheduler = self.scheduler
+        seq = Sequence(
+            request, in_context=scheduler.in_context, whole_prompt=scheduler.whole_prompts
+        )
         room = min(self.max_model_len - seq.length, self.scheduler.text_capacity - seq.num_tokens)
         seq.token_limit = min(seq.token_limit, seq.num_tokens + room)
         if not self._live:
             self.energy.idle()
-        self._live[request.id] = Live(seq, self.tokenizer, matcher)
+        self._live[request.id] = Live(seq, self.tokenizer)
         self.scheduler.add(seq)
         self.metrics.prompt_tokens.inc(seq.length)
 
@@ -147,25 +133,20 @@ class Engine:
     def _encode(self, job: ImageJob) -> None:
         """Write one image's KV; a failure ends the requests that need it and no others."""
         started = time.monotonic()
-        key, index = job.key, self.scheduler.vision
-        if index.lookup(key) is None:
+        key, holdings = job.key, self.scheduler.holdings
+        if not holdings.is_reserved(key):
             return  # its last holder has just ended, with another image that failed
-        holders = [
-            live
-            for live in self._live.values()
-            if any(p.key == key and p.pages for p in live.seq.images)
-        ]
+        holders = [live for live in self._live.values() if holdings.awaits(live.seq, key)]
         try:
             self.runner.encode(job, self.pipeline.pixels(job.image))
         except Exception:
             logger.exception("encoding an image failed")
-            index.discard(key)
+            holdings.settle(key, written=False)
             for live in holders:
                 self._finish(live, FinishReason.ERROR, "The image could not be encoded.")
             return
-        index.mark_ready(key)
-        self.metrics.vision_encoder_runs.inc()
-        self.metrics.vision_kv_writes.inc()
+        holdings.settle(key, written=True)
+        self._count_images(1)
         for live in holders:
             live.clock.schedule(started)
             live.clock.image_s += time.monotonic() - started
@@ -180,6 +161,7 @@ class Engine:
             batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         previous = self._flight.drawn.tokens if self._flight else None
         logits = self.runner.run(batch, previous)
+        self._count_images(sum(len(chunk.images) for chunk in batch.chunks))
         for chunk in batch.chunks:
             self.scheduler.advance(chunk)
             live = self._live[chunk.seq.id]
@@ -189,12 +171,9 @@ class Engine:
         if logits is None:
             return Flight(batch, [], Drawn.nothing(self.runner.device), started)
         rows = [self._live[chunk.seq.id] for chunk in logits.chunks]
-        if any(live.matcher and live.seq.num_pending for live in rows):
-            self._land()  # a grammar has to see a token before it can say what follows
         drawn = self._sampler.begin(logits.values, [live.sampling for live in rows], previous)
         for row, live in enumerate(rows):
-            if not live.seq.finished:
-                live.seq.append_pending(row)
+            live.seq.append_pending(row)
         return Flight(batch, rows, drawn, started)
 
     def _land(self) -> None:
@@ -231,6 +210,11 @@ class Engine:
 
     # -- figures --------------------------------------------------------------------------------
 
+    def _count_images(self, count: int) -> None:
+        """Images that went through the encoder, and whose KV was written."""
+        self.metrics.vision_encoder_runs.inc(count)
+        self.metrics.vision_kv_writes.inc(count)
+
     def _observe_token(self, live: Live, now: float) -> None:
         before = live.clock.last_token
         if before is None:
@@ -249,7 +233,7 @@ class Engine:
         seconds = now - max(flight.started, self._landed_at)
         self._landed_at = now
         batch = flight.batch
-        decoding = sum(c.count for c in batch.chunks if c.count == 1)
+        decoding = sum(c.num_rows == 1 for c in batch.chunks)
         share = decoding / batch.num_tokens if decoding and not batch.images else 0.0
         self.metrics.decode_seconds.inc(seconds * share)
         self.metrics.prefill_seconds.inc(seconds * (1 - share))
@@ -267,19 +251,50 @@ class Engine:
         self._observe_pages()
 
     def _observe_pages(self) -> None:
-        text, radix, vision = self.scheduler.text, self.scheduler.radix, self.scheduler.vision
-        cached = radix.evictable_pages if radix else 0
-        active = text.num_pages - text.num_free - cached
-        self.metrics.set_pages("text", active=active, cached=cached, free=text.num_free)
-        held = vision.num_referenced
-        idle = vision.num_used - held
-        self.metrics.set_pages("vision", active=held, cached=idle, free=vision.num_free)
+        """By kind of pool, all layer groups' together."""
+        holdings = self.scheduler.holdings
+        groups = range(len(holdings.groups))
+        total = sum(holdings.text[g].num_pages for g in groups)
+        free = sum(holdings.text[g].num_free for g in groups)
+        cached = sum(holdings.cached_pages(g) for g in groups)
+        self.metrics.set_pages("text", active=total - free - cached, cached=cached, free=free)
+        held = sum(index.num_referenced for index in holdings.vision)
+        idle = sum(index.num_used for index in holdings.vision) - held
+        free = sum(index.num_free for index in holdings.vision)
+        self.metrics.set_pages("vision", active=held, cached=idle, free=free)
 
     def describe(self) -> str:
         """One line for the log of a step loop that stands still."""
         scheduler = self.scheduler
+        free = [
+            f"{pool.num_free} of {pool.num_pages} {kind}"
+            for kind, pools in (("text", scheduler.text), ("vision", scheduler.vision))
+            for pool in pools
+        ]
         return (
             f"{len(scheduler.running)} running, {scheduler.num_waiting} waiting, "
-            f"{scheduler.text.num_free} of {scheduler.text.num_pages} text pages and "
-            f"{scheduler.vision.num_free} of {scheduler.vision.num_pages} vision pages free"
+            f"{' and '.join(free)} pages free"
         )
+
+
+def build_scheduler(config: EngineConfig, runner: ModelRunner, max_model_len: int) -> Scheduler:
+    """The books of a runner's pools."""
+    groups = runner.groups
+    text = [pool.pages for pool in runner.text]
+    size = config.cache.page_size
+    readers = [(pages, group) for pages, group in zip(text, groups, strict=True) if group.text]
+    radix = None
+    if config.cache.prefix_caching:
+        windowed = [group.window is not None for _, group in readers]
+        radix = RadixCache([pages for pages, _ in readers], size, windowed)
+    return Scheduler(
+        config.scheduler,
+        groups=groups,
+        text=text,
+        vision=[pool.index for pool in runner.vision],
+        radix=radix,
+        page_size=size,
+        max_model_len=max_model_len,
+        in_context=getattr(runner, "in_context", False),
+        whole_prompts=getattr(getattr(runner, "sight", None), "whole_prompt", False),
+    )

@@ -72,6 +72,10 @@ def step_work(batch: Batch) -> list[Work]:
     for chunk in batch.chunks:
         seq, ends = chunk.seq, chunk.start + chunk.count
         decodes = chunk.count == 1 and ends > seq.num_prompt_tokens
+        if chunk.images:
+            work.append(Work(Part.IMAGE_MISS, len(chunk.images), _payer(seq)))
+        if not chunk.count:
+            continue
         work.append(Work(Part.DECODE if decodes else Part.PROMPT, chunk.count, _payer(seq)))
         if hits := _found(seq) if chunk.start == seq.num_cached_tokens else 0:
             work.append(Work(Part.IMAGE_HIT, hits, _payer(seq)))

@@ -47,6 +47,8 @@ class Chunk:
     @property
     def num_rows(self) -> int:
         """Text and visual tokens that are computed."""
+        if not self.images:
+            return self.count
         return self.count + sum(c.placed.image.num_tokens for c in self.images)
 
 

@@ -1,30 +1,39 @@
-"""The scheduler: decides what one step computes, and who holds which pages meanwhile.
+"""The scheduler: decides what one step computes.
 
-Owns the waiting and running queues, admission, chunked prefill, preemption and the sequences' page
-references. Knows nothing of tensors, weights or sockets.
+Owns the waiting and running queues, admission, chunked prefill and preemption; who holds which
+pages meanwhile is kept in `Holdings`. Knows nothing of tensors, weights or sockets.
 
 Progress: both queues are kept in order of arrival (prefills without output count as latest of all)
 and only a later sequence is preempted for an earlier one, so the earliest always moves; a sequence
-takes all its images' pages or none, so two can never wait for each other; and `check_admissible`
-has proved that each fits alone. A prefill without output gets only what the real turns leave.
+takes all its images' pages in all groups or none, so two can never wait for each other; and
+`check_admissible` has proved that each fits alone. A prefill without output gets only what the real
+turns leave.
 
 A sequence may be scheduled while its last token is pending (`Sequence.append_pending`). It may also
 be preempted or finished then: its pages go to others at once, because whatever is launched later
 runs later, and the prefix cache gets only tokens that are known.
+
+An image computed in its context is never split, and neither is a prompt whose rows all see each
+other. What does not fit into the rest of a step waits for the next one; but the first to come after
+the decoding sequences, whose chunks are single rows, is taken whatever its size, so that it cannot
+wait for ever. Only such a step exceeds `max_num_batched_tokens`.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
 
+from mmserve.cache.layer_group import LayerGroup
 from mmserve.cache.page_pool import PagePool
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.vision_index import VisionIndex
 from mmserve.config import SchedulerConfig
 from mmserve.errors import ContextLengthExceededError
-from mmserve.request import Request, Sequence, SequenceStatus
-from mmserve.scheduler.batch import Batch, Chunk, ImageJob
+from mmserve.request import PlacedImage, Request, Sequence, SequenceStatus
+from mmserve.scheduler.batch import Batch, Chunk, ContextImage, ImageJob
+from mmserve.scheduler.holdings import Holdings
 
 
 def _rank(seq: Sequence) -> tuple[bool, float]:
@@ -43,28 +52,45 @@ class Counts:
 
 
 class Scheduler:
-    """One step's `Batch` at a time. Pages are counted in the text pool and the vision index."""
+    """One step's `Batch` at a time. Pages are counted in the text pools and the vision indexes, one
+    of each by layer group.
+
+    `in_context`: sequences have their images computed in context. `whole_prompts`: prompts' rows
+    all see each other, images and text.
+    """
 
     def __init__(
         self,
         config: SchedulerConfig,
         *,
-        text: PagePool,
-        vision: VisionIndex,
+        groups: Seqs[LayerGroup],
+        text: Seqs[PagePool],
+        vision: Seqs[VisionIndex],
         radix: RadixCache | None,
         page_size: int,
         max_model_len: int,
+        in_context: bool = False,
+        whole_prompts: bool = False,
     ) -> None:
         self.config = config
-        self.text = text
-        self.vision = vision
         self.radix = radix
         self.page_size = page_size
         self.max_model_len = max_model_len
+        self.in_context = in_context
+        self.whole_prompts = whole_prompts
+        self.holdings = Holdings(
+            groups,
+            text=text,
+            vision=vision,
+            radix=radix,
+            page_size=page_size,
+            most_rows=None if whole_prompts else config.max_num_batched_tokens,
+        )
+        self.text, self.vision = self.holdings.text, self.holdings.vision
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._counts = Counts()
-        self._budget = 0  # text tokens the step being scheduled may still take
+        self._budget = 0  # tokens the step being scheduled may still take
         # Looking for a place costs a walk of the prefix cache, and the same sequence is refused
         # again until something has come back.
         self._changes = 0
@@ -75,7 +101,7 @@ class Scheduler:
     def check_admissible(self, request: Request, num_prompt: int, num_image: int) -> None:
         """Refuse at once what can never run. Counts are text and image tokens of the prompt.
 
-        Raises ContextLengthExceededError (context, text pool or vision pool).
+        Raises ContextLengthExceededError (context, or a text or vision pool).
         """
         asked = num_prompt + num_image
         share = f"{num_image} of them for images" if num_image else "no images"
@@ -85,18 +111,29 @@ class Scheduler:
                 f"The prompt has {asked} tokens ({share}); the context limit is "
                 f"{self.max_model_len}, and one is needed for the answer."
             )
-        if num_prompt + 1 > self.text_capacity:
-            raise ContextLengthExceededError(
-                f"The prompt has {num_prompt} text tokens; the text KV pool holds "
-                f"{self.text_capacity}."
-            )
-        images = {image.digest: image.num_tokens for image in request.images}
-        pages = sum(-(-tokens // self.page_size) for tokens in images.values())
-        if pages > self.vision.num_pages:
-            raise ContextLengthExceededError(
-                f"The {len(images)} images need {pages} vision pages; "
-                f"the vision KV pool has {self.vision.num_pages}."
-            )
+        for group in self.holdings.text_groups:
+            limit = self.holdings.text_limit(group)
+            if limit is not None and num_prompt + 1 > limit:
+                raise ContextLengthExceededError(
+                    f"The prompt has {num_prompt} text tokens; the text KV pool"
+                    f"{self._of_group(group)} holds {limit}."
+                )
+        images = request.images
+        if not self.in_context:  # then the same image is another one at each place
+            images = list({image.digest: image for image in images}.values())
+        pages = sum(self.holdings.pages_for(image.num_tokens) for image in images)
+        for group in self.holdings.image_groups:
+            if pages > self.vision[group].num_pages:
+                raise ContextLengthExceededError(
+                    f"The {len(images)} images need {pages} vision pages; the vision KV pool"
+                    f"{self._of_group(group)} has {self.vision[group].num_pages}."
+                )
+
+    def _of_group(self, number: int) -> str:
+        if len(self.holdings.groups) == 1:
+            return ""
+        window = self.holdings.groups[number].window
+        return f" of layer group {number}" + (f" (a window of {window})" if window else "")
 
     def add(self, seq: Sequence) -> None:
         """Queue by rank: a prefill without output waits behind every real turn."""
@@ -109,8 +146,9 @@ class Scheduler:
 
     @property
     def text_capacity(self) -> int:
-        """Text tokens the pool holds."""
-        return self.text.num_pages * self.page_size
+        """Text tokens, prompt and output, that a sequence may come to by the pools."""
+        limits = map(self.holdings.text_limit, self.holdings.text_groups)
+        return min((n for n in limits if n is not None), default=self.max_model_len)
 
     @property
     def num_waiting(self) -> int:
@@ -137,6 +175,7 @@ class Scheduler:
         for seq in self.running:
             if seq.request.prefill_only is prefill_only:
                 single = seq.num_tokens - seq.num_computed_tokens <= 1
+                single = single and (seq.images_ready or not seq.in_context)
                 (decoding if single else prefilling).append(seq)
         # Decoding sequences come first, so that a long prefill cannot delay a token.
         for seq in decoding + prefilling:
@@ -166,85 +205,100 @@ class Scheduler:
         """Take the sequence's images and cached prefix; False leaves it as it was."""
         if self._refused == (seq.id, self._changes):
             return False
-        wanted = [(p.key, p.image.num_tokens) for p in seq.images]
-        acquired = self.vision.acquire_all(wanted)
-        if acquired is None:
+        missing = self.holdings.take(seq)
+        if missing is None:
             self._refused = (seq.id, self._changes)
             return False
-        matched = self.radix.match(seq.keys) if self.radix else None
-        pages = list(matched.pages) if matched else []
-        self.text.retain(pages)
-        missing = self._pages_for(seq.num_tokens) - len(pages)
-        if missing > self.text.num_free and missing > self.text.num_free + self._evictable():
-            self.text.release(pages)
-            self._release_images(seq)
-            self._refused = (seq.id, self._changes)
-            return False
-        for placed in seq.images:
-            placed.pages = [acquired.pages[placed.key]]
-        seq.images_ready = not seq.images
-        seq.tables = [pages]
-        seq.num_computed_tokens = len(pages) * self.page_size
         if seq.status is SequenceStatus.WAITING:
             seq.num_cached_tokens = seq.num_computed_tokens
-            seq.missing_images = frozenset(acquired.missing)
+            seq.missing_images = missing
             self._counts.prefix_queries += seq.num_tokens
             self._counts.prefix_hits += seq.num_cached_tokens
             self._counts.image_queries += len(seq.images)
-            self._counts.image_hits += len(seq.images) - len(acquired.missing)
+            self._counts.image_hits += len(seq.images) - len(missing)
         return True
 
     def _add_chunk(self, batch: Batch, seq: Sequence) -> None:
         """Schedule as much of the sequence as its images, the token budget and pages allow."""
         if seq.last_is_pending:
             return
-        end = seq.num_tokens if seq.images_ready else self._add_images(batch, seq)
         start = seq.num_computed_tokens
-        count = min(end - start, self._budget)
-        if count <= 0 or not self._ensure_pages(batch, seq, start + count):
+        images: list[ContextImage] = []
+        lacking: list[PlacedImage] = []
+        if not seq.images_ready:
+            lacking = self.holdings.lacking(seq, start)
+            seq.images_ready = not lacking
+        if self.whole_prompts and start < seq.num_prompt_tokens:
+            end, images = self._whole_prompt(batch, seq, lacking)
+        else:
+            end = min(seq.num_tokens, start + self._budget)
+            end = min(end, start + self.holdings.longest_step(start, end - start))
+            if lacking and seq.in_context:
+                end, images = self._in_context(batch, seq, lacking, end)
+            elif lacking:
+                end = min(end, self._encode(batch, lacking, seq.num_tokens))
+        if (end <= start and not images) or not self._ensure_pages(batch, seq, end):
             return
-        whole = start + count == seq.num_tokens
-        batch.chunks.append(Chunk(seq, start, count, whole and not seq.request.prefill_only))
-        self._budget -= count
+        whole = start < end == seq.num_tokens
+        samples = whole and not seq.request.prefill_only
+        chunk = Chunk(seq, start, end - start, samples, tuple(images))
+        batch.chunks.append(chunk)
+        self._budget -= chunk.num_rows
 
-    def _add_images(self, batch: Batch, seq: Sequence) -> int:
+    def _encode(self, batch: Batch, lacking: list[PlacedImage], end: int) -> int:
         """Have missing images encoded; where the text ends whose images are all there by then."""
         scheduled = {job.key for job in batch.images}
-        ready = True
-        for placed in seq.images:
-            if self.vision.is_ready(placed.key):
-                continue
-            ready = False
+        for placed in lacking:
             if placed.key in scheduled:
                 continue
             if len(batch.images) >= self.config.max_images_per_step:
-                return placed.text_index
+                return min(placed.text_index, end)
             assert placed.pages is not None
-            batch.images.append(ImageJob(placed.image, placed.key, placed.pages))
+            batch.images.append(ImageJob(placed.image, placed.key, list(placed.pages)))
             scheduled.add(placed.key)
-        seq.images_ready = ready
-        return seq.num_tokens
+        return end
+
+    def _in_context(
+        self, batch: Batch, seq: Sequence, lacking: list[PlacedImage], end: int
+    ) -> tuple[int, list[ContextImage]]:
+        """The images to compute, with the text between them; where this step's text ends, `end` at
+        most. An image waits while another sequence computes it."""
+        at, room = seq.num_computed_tokens, self._budget
+        images: list[ContextImage] = []
+        computed = _computed(batch)
+        for placed in lacking:
+            # One behind all text is computed with the token that is the first to look at it.
+            if placed.text_index > end or placed.text_index == seq.num_tokens:
+                break
+            gap = max(placed.text_index - at, 0)
+            at, room = at + gap, room - gap
+            first = at == seq.num_computed_tokens and not images and _only_decodes(batch)
+            if placed.key in computed or (placed.image.num_tokens > room and not first):
+                return at, images
+            images.append(ContextImage(placed, self.holdings.writes(placed)))
+            room -= placed.image.num_tokens
+        return max(min(end, at + room), at), images
+
+    def _whole_prompt(
+        self, batch: Batch, seq: Sequence, lacking: list[PlacedImage]
+    ) -> tuple[int, list[ContextImage]]:
+        """All that is missing of a prompt, or nothing yet."""
+        start, end = seq.num_computed_tokens, seq.num_prompt_tokens
+        rows = end - start + sum(placed.image.num_tokens for placed in lacking)
+        fits = rows <= self._budget or _only_decodes(batch)
+        if not fits or not _computed(batch).isdisjoint(placed.key for placed in lacking):
+            return start, []
+        return end, [ContextImage(placed, self.holdings.writes(placed)) for placed in lacking]
 
     # -- pages ----------------------------------------------------------------------------------
 
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def _evictable(self) -> int:
-        return self.radix.evictable_pages if self.radix else 0
-
     def _ensure_pages(self, batch: Batch, seq: Sequence, tokens: int) -> bool:
         """Give the sequence pages for `tokens` text tokens, preempting later ones if need be."""
-        need = self._pages_for(tokens) - len(seq.tables[0])
-        while need > self.text.num_free:
-            if self.radix and self.radix.evict(need - self.text.num_free):
-                continue
+        while not self.holdings.grow(seq, tokens):
             victim = self.running[-1]
             self._preempt(batch, victim)
             if victim is seq:
                 return False
-        if need > 0:
-            seq.tables[0].extend(self.text.allocate(need))
         return True
 
     def _preempt(self, batch: Batch, seq: Sequence) -> None:
@@ -257,39 +311,29 @@ class Scheduler:
         seq.status = SequenceStatus.PREEMPTED
         self.running.remove(seq)
         insort(self.waiting, seq, key=_rank)
-        self._budget += sum(c.count for c in batch.chunks if c.seq is seq)
+        self._budget += sum(c.num_rows for c in batch.chunks if c.seq is seq)
         batch.chunks = [c for c in batch.chunks if c.seq is not seq]
         # An image that only this sequence held has lost its pages with the last reference.
-        batch.images = [j for j in batch.images if self.vision.lookup(j.key)]
+        batch.images = [j for j in batch.images if self.holdings.is_reserved(j.key)]
 
     def _give_back(self, seq: Sequence) -> None:
-        self.cache_prefix(seq)
-        self.text.release(seq.tables[0])
-        seq.tables = [[]]
-        seq.num_computed_tokens = 0
-        self._release_images(seq)
+        self.holdings.give_back(seq)
         self._changes += 1
-
-    def _release_images(self, seq: Sequence) -> None:
-        for placed in seq.images:
-            self.vision.release(placed.key)
-            placed.pages = None
-
-    def cache_prefix(self, seq: Sequence) -> None:
-        """Make the sequence's whole pages of known, computed tokens findable by later ones."""
-        full = seq.num_computed_tokens // self.page_size
-        if self.radix and full:
-            self.radix.insert(seq.keys[: full * self.page_size], seq.tables[0][:full])
-            self._changes += 1
 
     # -- after a step ---------------------------------------------------------------------------
 
     def advance(self, chunk: Chunk) -> None:
-        """Record that a chunk's KV is in the pool, for all that is launched later."""
+        """Record that a chunk's KV is in the pools, for all that is launched later."""
         seq = chunk.seq
         seq.num_computed_tokens = chunk.start + chunk.count
-        if chunk.samples and chunk.count > 1:  # a prefill just ended
-            self.cache_prefix(seq)
+        for context in chunk.images:
+            self.holdings.settle(context.placed.key, written=True)
+        gives_back = self.holdings.gives_back
+        # A prefill just ended, or a window is about to lose what others might yet find.
+        if chunk.count > 1 and (chunk.samples or gives_back):
+            self._changes += self.holdings.cache_prefix(seq)
+        if gives_back:
+            self._changes += self.holdings.pass_by(seq)
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out of either queue and give back everything it holds."""
@@ -303,19 +347,15 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Every reference in the pools is explained by a running sequence or the radix cache."""
-        self.text.check_invariants()
-        self.vision.check_invariants()
-        held: dict[int, int] = {}
+        self.holdings.check_invariants(self.running, self.waiting)
         for seq in self.running:
-            assert seq.num_computed_tokens <= len(seq.tables[0]) * self.page_size
             assert seq.num_computed_tokens <= seq.num_tokens == len(seq.keys) + seq.num_pending
-            for page in seq.tables[0]:
-                held[page] = held.get(page, 0) + 1
-        if self.radix:
-            self.radix.check_invariants()
-            for page in self.radix.pages():
-                held[page] = held.get(page, 0) + 1
-        for page in range(self.text.num_pages):
-            assert self.text.ref_count(page) == held.get(page, 0), page
-        for seq in self.waiting:
-            assert not seq.tables[0] and all(p.pages is None for p in seq.images)
+
+
+def _only_decodes(batch: Batch) -> bool:
+    return all(chunk.num_rows == 1 for chunk in batch.chunks)
+
+
+def _computed(batch: Batch) -> set[bytes]:
+    """The images that a step computes in their contexts."""
+    return {context.placed.key for chunk in batch.chunks for context in chunk.images}

@@ -84,7 +84,7 @@ def test_a_batch_decodes_one_token_a_sequence_and_step() -> None:
     running.check_running(3)
     running.clear()
     assert not running.engine.has_work
-    assert running.engine.scheduler.text.num_free == 100
+    assert running.engine.scheduler.text[0].num_free == 100
 
 
 def test_sessions_over_the_same_image_read_its_pages_once() -> None:

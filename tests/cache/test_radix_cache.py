@@ -24,7 +24,7 @@ KEYS = st.lists(KEY, max_size=11)
 def cache_of(*runs: list[Hashable]) -> tuple[PagePool, RadixCache]:
     """A cache that holds the runs and is the only holder of its pages."""
     pool = PagePool(NUM_PAGES)
-    cache = RadixCache(pool, SIZE)
+    cache = RadixCache([pool], SIZE)
     for run in runs:
         store(pool, cache, run)
     return pool, cache
@@ -32,7 +32,7 @@ def cache_of(*runs: list[Hashable]) -> tuple[PagePool, RadixCache]:
 
 def store(pool: PagePool, cache: RadixCache, keys: list[Hashable]) -> RadixNode:
     pages = pool.allocate(len(keys) // SIZE)
-    node = cache.insert(keys, pages).node
+    node = cache.insert(keys, [pages]).node
     pool.release(pages)
     return node
 
@@ -43,7 +43,7 @@ class RadixMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(NUM_PAGES)
-        self.cache = RadixCache(self.pool, SIZE)
+        self.cache = RadixCache([self.pool], SIZE)
         self.stored: dict[tuple[Hashable, ...], int] = {}
         self.locked: list[tuple[RadixNode, list[int]]] = []
         self.held: list[list[int]] = []
@@ -54,7 +54,7 @@ class RadixMachine(RuleBasedStateMachine):
         if self.pool.num_free < num_pages:
             return
         pages = self.pool.allocate(num_pages)
-        result = self.cache.insert(keys, pages)
+        result = self.cache.insert(keys, [pages])
         prefixes = [tuple(keys[: (i + 1) * SIZE]) for i in range(num_pages)]
         new = [p for p in prefixes if p not in self.stored]
         assert result.num_tokens == num_pages * SIZE
@@ -68,12 +68,12 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(keys=KEYS, limit=st.none() | st.integers(0, 12), lock=st.booleans())
     def match(self, keys: list[Hashable], limit: int | None, lock: bool) -> None:
-        result = self.cache.match(keys, limit)
+        result = self.cache.match(keys, limit=limit)
         cap = len(keys) - 1 if limit is None else min(limit, len(keys) - 1)
         expected: list[int] = []
         while (end := (len(expected) + 1) * SIZE) <= cap and tuple(keys[:end]) in self.stored:
             expected.append(self.stored[tuple(keys[:end])])
-        assert result.pages == expected
+        assert result.pages == [expected]
         assert result.num_tokens == len(expected) * SIZE
         if lock:
             self.cache.lock(result.node)
@@ -92,9 +92,9 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, 6))
     def evict(self, n: int) -> None:
-        expected = min(n, self.cache.evictable_pages)
+        expected = min(n, self.cache.evictable(0))
         free = self.pool.num_free
-        assert self.cache.evict(n) == expected
+        assert self.cache.evict(0, n) == expected
         assert self.pool.num_free == free + expected
         self.forget_what_left(may_leave={p for p in self.stored.values() if self.refs(p) == 0})
 
@@ -102,7 +102,7 @@ class RadixMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         locked = {page for _, pages in self.locked for page in pages}
         self.cache.clear()
-        assert self.cache.num_pages == len(locked)
+        assert self.cache.num_pages == (len(locked),)
         self.stored = {k: p for k, p in self.stored.items() if p in locked}
 
     def refs(self, page: int) -> int:
@@ -115,8 +115,8 @@ class RadixMachine(RuleBasedStateMachine):
     def agrees_with_the_model(self) -> None:
         self.pool.check_invariants()
         self.cache.check_invariants()
-        assert self.cache.num_pages == len(self.stored)
-        assert sorted(self.cache.pages()) == sorted(self.stored.values())
+        assert self.cache.num_pages == (len(self.stored),)
+        assert sorted(self.cache.pages(0)) == sorted(self.stored.values())
         for page in self.stored.values():
             holders = sum(page in pages for pages in self.held)
             assert self.refs(page) == 1 + holders
@@ -132,10 +132,10 @@ class RadixMachine(RuleBasedStateMachine):
             self.cache.unlock(node)
         for pages in self.held:
             self.pool.release(pages)
-        assert self.cache.evictable_pages == self.cache.num_pages
-        assert self.cache.evict(NUM_PAGES) == len(self.stored)
+        assert self.cache.evictable(0) == len(self.stored)
+        assert self.cache.evict(0, NUM_PAGES) == len(self.stored)
         assert self.pool.num_free == NUM_PAGES
-        assert self.cache.num_pages == 0
+        assert self.cache.num_pages == (0,)
 
 
 TestRadixCache = RadixMachine.TestCase
@@ -163,9 +163,9 @@ def test_adding_an_image_after_a_known_prefix_keeps_the_prefix() -> None:
 def test_the_least_recently_used_leaf_goes_first_and_from_its_end() -> None:
     _, cache = cache_of([1, 2, 3, 4], [5, 6, 7, 8])
     cache.match([1, 2, 3, 4, 0])
-    assert cache.evict(1) == 1
+    assert cache.evict(0, 1) == 1
     assert cache.match([5, 6, 7, 8, 0]).num_tokens == 2
-    assert cache.evict(2) == 2
+    assert cache.evict(0, 2) == 2
     assert cache.match([5, 6, 7, 8, 0]).num_tokens == 2
     assert cache.match([1, 2, 3, 4, 0]).num_tokens == 0
 
@@ -175,10 +175,10 @@ def test_a_lock_outlives_a_split_of_its_node() -> None:
     node = store(pool, cache, [1, 2, 3, 4, 5, 6])
     cache.lock(node)
     store(pool, cache, [1, 2, 9, 9])
-    assert cache.evict(NUM_PAGES) == 1
+    assert cache.evict(0, NUM_PAGES) == 1
     assert cache.match([1, 2, 3, 4, 5, 6, 7]).num_tokens == 6
     cache.unlock(node)
-    assert cache.evict(NUM_PAGES) == 3
+    assert cache.evict(0, NUM_PAGES) == 3
 
 
 def test_unlocking_twice_is_noticed() -> None:
@@ -191,26 +191,26 @@ def test_unlocking_twice_is_noticed() -> None:
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 5))
 def test_one_token_at_a_time_finds_the_same_as_all_at_once(keys: list[int], size: int) -> None:
     pool = PagePool(40)
-    cache = RadixCache(pool, size)
+    cache = RadixCache([pool], size)
     pages = pool.allocate(len(keys) // size)
     for end in range(len(keys) + 1):
-        cache.insert(keys[:end], pages[: end // size])
-    assert cache.match([*keys, 0]).pages == pages
+        cache.insert(keys[:end], [pages[: end // size]])
+    assert cache.match([*keys, 0]).pages == [pages]
 
 
 def test_a_chat_of_thousands_of_turns_does_not_recurse() -> None:
     turns = 1500
     pool = PagePool(turns)
-    cache = RadixCache(pool, 1)
+    cache = RadixCache([pool], 1)
     keys = list(range(turns))
     pages = pool.allocate(turns)
     for turn in range(turns):
-        cache.insert(keys[: turn + 1], pages[: turn + 1])
+        cache.insert(keys[: turn + 1], [pages[: turn + 1]])
         if turn % 1000 == 0:
             cache.check_invariants()
     pool.release(pages)
-    assert cache.evictable_pages == turns
-    assert cache.evict(turns) == turns
+    assert cache.evictable(0) == turns
+    assert cache.evict(0, turns) == turns
 
 
 class CountedKey:
@@ -233,14 +233,14 @@ class CountedKey:
 def test_matching_looks_at_each_key_a_constant_number_of_times() -> None:
     length, size = 1024, 16
     pool = PagePool(length)
-    cache = RadixCache(pool, size)
+    cache = RadixCache([pool], size)
 
     def run(end: int) -> list[CountedKey]:
         return [CountedKey(i) for i in range(end)] + [CountedKey(-1)] * size
 
     # Branches at every eighth page make many nodes on the longest path.
     for end in range(0, length + 1, 8 * size):
-        cache.insert(run(end), pool.allocate(end // size + 1))
+        cache.insert(run(end), [pool.allocate(end // size + 1)])
     keys = [*run(length), CountedKey(0)]
     CountedKey.uses = 0
     assert cache.match(keys).num_tokens == length + size

@@ -121,8 +121,8 @@ class Driver:
 
     def assert_idle(self) -> None:
         """Text pages are free or cached; no image is referred to; nobody runs or waits."""
-        scheduler, vision = self.engine.scheduler, self.engine.runner.vision[0].index
-        cached = scheduler.radix.evictable_pages if scheduler.radix else 0
-        assert scheduler.text.num_free + cached == scheduler.text.num_pages
-        assert vision.num_referenced == 0 and vision.num_available == vision.num_pages
-        assert not scheduler.has_work and not self.engine.has_work
+        holdings = self.engine.scheduler.holdings
+        for g, (text, vision) in enumerate(zip(holdings.text, holdings.vision, strict=True)):
+            assert text.num_free + holdings.cached_pages(g) == text.num_pages
+            assert vision.num_referenced == 0 and vision.num_available == vision.num_pages
+        assert not self.engine.scheduler.has_work and not self.engine.has_work

@@ -88,9 +88,8 @@ async def ask(engine: AsyncEngine, request_id: str, *parts: str | bytes) -> list
 
 
 def idle(engine: Engine) -> bool:
-    text, vision = engine.scheduler.text, engine.runner.vision[0].index
-    assert engine.scheduler.radix is not None
-    free = text.num_free + engine.scheduler.radix.evictable_pages == text.num_pages
+    text, vision = engine.scheduler.text[0], engine.runner.vision[0].index
+    free = text.num_free + engine.scheduler.holdings.cached_pages(0) == text.num_pages
     return free and vision.num_referenced == 0 and not engine.has_work
 
 

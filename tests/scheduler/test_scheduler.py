@@ -17,7 +17,8 @@ from mmserve.request import (
     SequenceStatus,
     TextSegment,
 )
-from tests.scheduler.world import PAGE, World, image, prompt
+from tests.scheduler.memory import PAGE
+from tests.scheduler.world import World, image, prompt
 
 IMAGES = [image(n, tokens) for n, tokens in enumerate((6, 6, 1, 4, 5, 9, 6, 6))]
 
@@ -62,7 +63,7 @@ class Traffic(RuleBasedStateMachine):
             self.world.submit(segments, max(min(max_tokens, room), 1), prefill_only=prefill_only)
         except ContextLengthExceededError:
             digests = {s.image.digest: s.image for s in segments if isinstance(s, ImageSegment)}
-            pages = sum(self.world.vision.pages_for(i.num_tokens) for i in digests.values())
+            pages = sum(self.world.vision[0].pages_for(i.num_tokens) for i in digests.values())
             assert room < 1 or pages > self.world.vision_pages, "it would have fitted"
 
     @rule(count=st.integers(1, 8))
@@ -357,7 +358,7 @@ def test_an_abort_in_any_state_gives_everything_back(status: SequenceStatus) -> 
         world.step()
         victims = [s for s in world.live if s.status is status]
     world.abort(victims[0])
-    assert victims[0].finished and not victims[0].tables[0]
+    assert victims[0].finished and not any(victims[0].tables)
     world.run()
     world.assert_right()
     world.assert_idle()
@@ -384,8 +385,8 @@ def test_a_failed_image_ends_its_holders_and_no_others() -> None:
     lonely = world.submit(prompt(3, image(0), 2, image(3), 2, base=90))
     world.run()
     assert world.failed == [bad, lonely] and world.done == [good]
-    assert world.vision.lookup(image(0).digest) is None
-    assert world.vision.lookup(image(3).digest) is None, "its only holder has gone"
+    assert world.vision[0].lookup(image(0).digest) is None
+    assert world.vision[0].lookup(image(3).digest) is None, "its only holder has gone"
     world.failing.clear()
     world.submit(prompt(3, image(0), 2))
     world.run()

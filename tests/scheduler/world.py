@@ -1,19 +1,18 @@
-"""The scheduler with a make-believe model: pools hold names of what was computed, not numbers.
+"""The scheduler with a make-believe model, over layer groups of any kind.
 
-A text slot holds a hash of every key up to its token, a vision page the digest of its image. What a
-step reads is compared with what should be there, so a page that is shared wrongly, given back too
-early or never written is found at once. The next token is a function of the last slot read. A world
-that overlaps lets a step's tokens land only when the next one is under way.
+What a step reads (`Memory`) is compared with what should be there, so a page that is shared
+wrongly, given back too early or never written is found at once. The next token is a function of the
+last slot read. A world that overlaps lets a step's tokens land only when the next one is under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from mmserve.cache.layer_group import LayerGroup
 from mmserve.cache.page_pool import PagePool
 from mmserve.cache.radix_cache import RadixCache
-from mmserve.cache.vision_index import VisionIndex
+from mmserve.cache.vision_index import VisionEntry, VisionIndex
 from mmserve.config import SchedulerConfig
 from mmserve.request import (
     ImageInput,
@@ -25,10 +24,10 @@ from mmserve.request import (
     SequenceStatus,
     TextSegment,
 )
-from mmserve.scheduler.batch import Batch
+from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.scheduler import Scheduler
+from tests.scheduler.memory import PAGE, Memory, history, layout
 
-PAGE = 4
 VOCAB = 1000
 ENOUGH = 5000  # steps; any traffic of these tests is done long before
 
@@ -50,30 +49,12 @@ def prompt(*parts: int | ImageInput, base: int = 0) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def history(seq: Sequence, pending: Iterable[int] = ()) -> list[int]:
-    """What the slot of each of the sequence's tokens must hold; `pending`: what will land."""
-    value, names = 0, []
-    keys = list(seq.keys)
-    for token in pending:
-        before = () if len(keys) > len(seq.keys) else tuple(seq._before_next)
-        keys.append((*before, token) if before else token)
-    for key in keys:
-        value = hash((value, key))
-        names.append(value)
-    return names
-
-
-def expected_output(segments: tuple[Segment, ...], count: int) -> list[int]:
-    """The tokens a request gets from an engine that has only this to do."""
-    seq = Sequence(Request("", segments, SamplingParams()))
-    for _ in range(count):
-        seq.append(history(seq)[-1] % VOCAB)
-    return seq.output_token_ids
+FULL = LayerGroup((0,))
 
 
 @dataclass
 class World:
-    """Pool sizes in pages. `failing`: digests whose encoding fails."""
+    """Pool sizes in pages, of each group that uses it. `failing`: digests whose encoding fails."""
 
     text_pages: int = 64
     vision_pages: int = 16
@@ -82,29 +63,41 @@ class World:
     max_model_len: int = 4096
     failing: set[bytes] = field(default_factory=set)
     overlaps: bool = False
+    groups: tuple[LayerGroup, ...] = (FULL,)
+    in_context: bool = False
+    whole_prompts: bool = False
 
     def __post_init__(self) -> None:
-        self.text = PagePool(self.text_pages)
-        self.vision = VisionIndex(self.vision_pages, PAGE)
-        self.radix = RadixCache(self.text, PAGE) if self.prefix_caching else None
+        self.text = [PagePool(self.text_pages if g.text else 1) for g in self.groups]
+        self.vision = [VisionIndex(self.vision_pages if g.images else 1, PAGE) for g in self.groups]
+        readers = [(pool, g) for pool, g in zip(self.text, self.groups, strict=True) if g.text]
+        self.radix = None
+        if self.prefix_caching:
+            windowed = [g.window is not None for _, g in readers]
+            self.radix = RadixCache([pool for pool, _ in readers], PAGE, windowed)
         self.scheduler = Scheduler(
             self.config,
+            groups=self.groups,
             text=self.text,
             vision=self.vision,
             radix=self.radix,
             page_size=PAGE,
             max_model_len=self.max_model_len,
+            in_context=self.in_context,
+            whole_prompts=self.whole_prompts,
         )
-        self.text_kv: dict[int, int] = {}  # slot -> history
-        self.vision_kv: dict[int, bytes] = {}  # page -> digest
+        self.memory = Memory(self.groups)
         self.live: list[Sequence] = []
         self.done: list[Sequence] = []
         self.failed: list[Sequence] = []
-        self.encoded: list[bytes] = []
+        self.encoded: list[bytes] = []  # keys, in order, as often as it was done
         self.flight: list[tuple[Sequence, int]] = []  # what has been chosen and not yet seen
         self.preemptions = 0
         self.steps = 0
         self._arrival = 0
+
+    def sequence(self, request: Request) -> Sequence:
+        return Sequence(request, in_context=self.in_context, whole_prompt=self.whole_prompts)
 
     def submit(
         self, segments: tuple[Segment, ...], max_tokens: int = 3, *, prefill_only: bool = False
@@ -118,7 +111,7 @@ class World:
             prefill_only,
             arrival=self._arrival,
         )
-        seq = Sequence(request)
+        seq = self.sequence(request)
         self.scheduler.check_admissible(request, seq.num_prompt_tokens, seq.num_image_tokens)
         self.live.append(seq)
         self.scheduler.add(seq)
@@ -136,18 +129,20 @@ class World:
         self.check()
         self._check_batch(batch)
         for job in batch.images:
-            self._encode(job.key, *job.pages)
+            self._encode(job.key, job.pages)
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
-        for chunk in batch.chunks:
-            self._read_and_write(chunk.seq, chunk.start, chunk.start + chunk.count)
+        self._compute(batch.chunks)
         before, self.flight = self.flight, []
         for chunk in batch.chunks:
             seq, end = chunk.seq, chunk.start + chunk.count
+            for context in chunk.images:
+                self.encoded.append(context.placed.key)
             self.scheduler.advance(chunk)
+            self._check_what_is_kept(seq)
             if chunk.samples:
-                slot = seq.tables[0][(end - 1) // PAGE] * PAGE + (end - 1) % PAGE
+                slot = self.memory.slot(seq, self._texts[0], end - 1)
                 seq.append_pending(len(self.flight))
-                self.flight.append((seq, self.text_kv[slot] % VOCAB))
+                self.flight.append((seq, self.memory.text[self._texts[0]][slot] % VOCAB))
             elif self._complete(seq):
                 self._end(seq)
         self.check()
@@ -180,102 +175,178 @@ class World:
         assert not self.live
 
     def check(self) -> None:
+        """The books of all pools, and that every sequence holds all that it will read."""
         self.scheduler.check_invariants()
-        held: dict[bytes, int] = {}
+        ready = {
+            (g, key) for g, v in enumerate(self.vision) for key in v._entries if v.is_ready(key)
+        }
+        held: list[dict[bytes, int]] = [{} for _ in self.groups]
         for seq in self.scheduler.running:
-            for placed in seq.images:
-                assert placed.pages is not None, "a running sequence holds a part of its images"
-                held[placed.key] = held.get(placed.key, 0) + 1
-        for digest, count in held.items():
-            entry = self.vision.lookup(digest)
-            assert entry is not None and entry.references == count
-        pages = sum(self.vision.pages_for(entry.num_tokens) for entry in self._entries(held))
-        assert self.vision.num_referenced == pages, "an image is held by nobody that runs"
+            rows = self.memory.rows_to_come(seq, ready)
+            tokens = layout(seq)
+            for g, group in enumerate(self.groups):
+                reads = {id(t): t for t in (tokens[p] for p in self.memory.reads(seq, rows, group))}
+                for token in reads.values():
+                    if isinstance(token, int) and token < seq.num_computed_tokens:
+                        self.memory.slot(seq, g, token)
+                for placed in seq.images:
+                    assert placed.pages is not None
+                    assert placed.pages[g] or id(placed) not in reads, "a part of its images"
+                    if placed.pages[g]:
+                        held[g][placed.key] = held[g].get(placed.key, 0) + 1
+        for index, counts in zip(self.vision, held, strict=True):
+            references = {key: e.references for key, e in index._entries.items() if e.references}
+            assert references == counts, "an image is held by nobody that runs"
         ranks = [(s.request.prefill_only, s.request.arrival) for s in self.scheduler.waiting]
         assert ranks == sorted(ranks), "the queue is out of order"
 
     def assert_idle(self) -> None:
-        """Both pools are where they are when nothing runs: free, or kept for reuse."""
-        cached = self.radix.num_pages if self.radix else 0
-        assert self.text.num_free + cached == self.text.num_pages
-        assert self.vision.num_referenced == 0
-        assert self.vision.num_available == self.vision.num_pages
+        """All pools are where they are when nothing runs: free, or kept for reuse."""
+        for number, g in enumerate(self._texts):
+            cached = self.radix.num_pages[number] if self.radix else 0
+            assert self.text[g].num_free + cached == self.text[g].num_pages
+            assert not self.radix or self.radix.evictable(number) == cached
+        for index in self.vision:
+            assert index.num_referenced == 0 and index.num_available == index.num_pages
         if self.radix:
-            assert self.radix.evictable_pages == cached
             self.radix.clear()
-        assert self.text.num_free == self.text.num_pages
+        for pool in self.text:
+            assert pool.num_free == pool.num_pages
 
     def assert_right(self) -> None:
         """Every finished sequence has the output it gets alone."""
         for seq in self.done:
             count = seq.num_output_tokens
             assert count == (0 if seq.request.prefill_only else seq.request.params.max_tokens)
-            assert seq.output_token_ids == expected_output(seq.request.segments, count)
+            assert seq.output_token_ids == self.expected_output(seq.request.segments, count)
 
-    def _entries(self, digests: dict[bytes, int]) -> list[ImageInput]:
-        known = {p.key: p.image for s in self.scheduler.running for p in s.images}
-        return [known[digest] for digest in digests]
+    def expected_output(self, segments: tuple[Segment, ...], count: int) -> list[int]:
+        """The tokens a request gets from an engine that has only this to do."""
+        seq = self.sequence(Request("", segments, SamplingParams()))
+        for _ in range(count):
+            seq.append(history(seq)[-1] % VOCAB)
+        return seq.output_token_ids
+
+    @property
+    def _texts(self) -> list[int]:
+        return [g for g, group in enumerate(self.groups) if group.text]
 
     def _complete(self, seq: Sequence) -> bool:
         if seq.request.prefill_only:
             return seq.num_computed_tokens == seq.num_tokens
         return seq.num_output_tokens == seq.request.params.max_tokens
 
-    def _encode(self, digest: bytes, pages: list[int]) -> None:
-        entry = self.vision.lookup(digest)
-        if entry is None:
+    def _encode(self, key: bytes, pages: list[list[int]]) -> None:
+        holdings = self.scheduler.holdings
+        if not holdings.is_reserved(key):
             return  # its only holder has just ended with another image that failed
-        if digest in self.failing:
-            self.vision.discard(digest)
-            for seq in list(self.scheduler.running):
-                if any(p.key == digest for p in seq.images):
-                    self.scheduler.finish(seq)
-                    self.live.remove(seq)
-                    self.failed.append(seq)
+        if key in self.failing:
+            ending = [s for s in self.scheduler.running if holdings.awaits(s, key)]
+            holdings.settle(key, written=False)
+            for seq in ending:
+                self.scheduler.finish(seq)
+                self.live.remove(seq)
+                self.failed.append(seq)
             return
-        assert entry.pages == pages
-        for page in pages:
-            self.vision_kv[page] = digest
-        self.encoded.append(digest)
-        self.vision.mark_ready(digest)
+        self.memory.encode(pages, key)
+        self.encoded.append(key)
+        holdings.settle(key, written=True)
+
+    def _compute(self, chunks: list[Chunk]) -> None:
+        """In every layer all rows are written before any is read."""
+        names = {}
+        for chunk in chunks:
+            landing = [token for other, token in self.flight if other is chunk.seq]
+            names[chunk.seq] = history(chunk.seq, landing)
+            self.memory.write(chunk, names[chunk.seq])
+        for chunk in chunks:
+            self.memory.read(chunk, names[chunk.seq])
+        self.memory.end_step()
+
+    # -- the rules of a step --------------------------------------------------------------------
 
     def _check_batch(self, batch: Batch) -> None:
         config = self.config
-        assert batch.num_tokens <= config.max_num_batched_tokens
-        assert batch.num_tokens + self.scheduler._budget == config.max_num_batched_tokens
+        self._check_budget(batch)
         assert len(batch.images) <= config.max_images_per_step
         assert len(self.scheduler.running) <= config.max_num_seqs
-        jobs = {}
+        computed: set[bytes] = set()
         for job in batch.images:
-            entry = self.vision.lookup(job.key)
-            assert entry is not None and not entry.ready, "an image nobody waits for is encoded"
-            assert [entry.pages] == job.pages, "an image is encoded into another's pages"
-            assert job.key not in jobs, "an image is encoded twice"
-            jobs[job.key] = job
+            entries = [self._entry(g, job.key) for g in self._image_groups]
+            assert not all(e.ready for e in entries), "an image nobody waits for is encoded"
+            assert [e.pages for e in entries] == [job.pages[g] for g in self._image_groups], (
+                "an image is encoded into another's pages"
+            )
+            assert job.key not in computed, "an image is encoded twice"
+            computed.add(job.key)
         ids = [c.seq.id for c in batch.chunks]
         assert len(ids) == len(set(ids)), "a sequence has two chunks in one step"
         for chunk in batch.chunks:
-            seq, end = chunk.seq, chunk.start + chunk.count
-            assert seq.status is SequenceStatus.RUNNING and seq in self.scheduler.running
-            assert chunk.start == seq.num_computed_tokens and chunk.count > 0
-            assert end <= seq.num_tokens and end <= len(seq.tables[0]) * PAGE
-            assert not seq.last_is_pending, "a token is computed that nobody may choose from"
-            assert chunk.samples == (end == seq.num_tokens and not seq.request.prefill_only)
-            for placed in seq.images:
-                entry = self.vision.lookup(placed.key)
-                assert entry is not None and placed.pages == [entry.pages]
-                if placed.text_index < end:
-                    there = entry.ready or placed.key in jobs
-                    assert there, "text behind an image that is not there"
+            self._check_chunk(chunk)
+            self._check_windows(chunk)
+            for context in chunk.images:
+                assert context.placed.key not in computed, "an image is computed twice"
+                computed.add(context.placed.key)
 
-    def _read_and_write(self, seq: Sequence, start: int, end: int) -> None:
-        names = history(seq, [token for other, token in self.flight if other is seq])
-        slots = [seq.tables[0][i // PAGE] * PAGE + i % PAGE for i in range(end)]
-        read = [self.text_kv.get(slot) for slot in slots[:start]]
-        assert read == names[:start], "other text stands in the sequence's pages"
-        for placed in seq.images:
-            if placed.text_index < end:
+    def _check_budget(self, batch: Batch) -> None:
+        limit = self.config.max_num_batched_tokens
+        assert batch.num_tokens + self.scheduler._budget == limit
+        if batch.num_tokens > limit:
+            whole = [c for c in batch.chunks if c.num_rows > 1]
+            assert len(whole) == 1, "a step that is too large has two chunks of many rows"
+            assert self.whole_prompts or (len(whole[0].images), whole[0].count) == (1, 0)
+
+    def _check_chunk(self, chunk: Chunk) -> None:
+        seq, end = chunk.seq, chunk.start + chunk.count
+        assert seq.status is SequenceStatus.RUNNING and seq in self.scheduler.running
+        assert chunk.start == seq.num_computed_tokens and chunk.num_rows > 0
+        assert end <= seq.num_tokens and end <= len(seq.tables[self._texts[0]]) * PAGE
+        assert not seq.last_is_pending, "a token is computed that nobody may choose from"
+        whole = chunk.count > 0 and end == seq.num_tokens
+        assert chunk.samples == (whole and not seq.request.prefill_only)
+        assert not chunk.images or self.in_context
+        if self.whole_prompts:
+            assert end >= seq.num_prompt_tokens, "a part of a prompt is computed"
+        places = [seq.images.index(c.placed) for c in chunk.images]
+        assert places == sorted(set(places)), "images are out of order"
+        for context in chunk.images:
+            assert any(context.writes), "an image is computed for nothing"
+            for g, (pages, writes) in enumerate(
+                zip(context.placed.pages or [], context.writes, strict=True)
+            ):
+                ready = bool(pages) and self._entry(g, context.placed.key).ready
+                assert writes == (bool(pages) and not ready), "an image is written in vain"
+
+    def _check_windows(self, chunk: Chunk) -> None:
+        """The law of windows: what they hold has a bound that no length enters."""
+        for g, group in enumerate(self.groups):
+            if group.window is not None:
+                pages = sum(page >= 0 for page in chunk.seq.tables[g])
+                assert pages <= -(-(group.window - 1 + chunk.count) // PAGE) + 1
+
+    def _check_what_is_kept(self, seq: Sequence) -> None:
+        """No window keeps what no row to come reads, to the page and to the image."""
+        ready = {
+            (g, p.key) for g, v in enumerate(self.vision) for p in seq.images if v.is_ready(p.key)
+        }
+        rows = self.memory.rows_to_come(seq, ready) or {len(layout(seq))}
+        for g, group in enumerate(self.groups):
+            if group.window is None:
+                continue
+            first = max(min(rows) + 1 - group.window, 0)
+            texts = [t for t in layout(seq)[first:] if isinstance(t, int)]
+            begin = min([*texts, seq.num_computed_tokens])
+            kept = [i for i, page in enumerate(seq.tables[g]) if page >= 0]
+            assert kept == list(range(begin // PAGE, len(seq.tables[g]))) or not group.text
+            for placed in seq.images:
                 assert placed.pages is not None
-                found = {self.vision_kv.get(page) for page in placed.pages[0]}
-                assert found == {placed.key}, "another image stands in the pages"
-        self.text_kv.update(zip(slots[start:], names[start:end], strict=True))
+                assert bool(placed.pages[g]) == (group.images and placed.end > first)
+
+    @property
+    def _image_groups(self) -> list[int]:
+        return [g for g, group in enumerate(self.groups) if group.images]
+
+    def _entry(self, group: int, key: bytes) -> VisionEntry:
+        entry = self.vision[group].lookup(key)
+        assert entry is not None
+        return entry

@@ -1,0 +1,323 @@
+"""Who holds which pages: what sequences take from the pools of all layer groups, and give back.
+
+Owns the sequences' page tables, their references to images and what of them is still needed. Knows
+nothing of queues, budgets or steps.
+
+A row reads, in a group with a window, only so many tokens before it, text and visual ones. So what
+no row still to be computed reads goes back at once: text pages, and images that are wholly passed.
+The images to come are held from the start, in all groups, so two sequences never wait for each
+other. In a window's pool a sequence that computes `count` text tokens in a step thus has at most
+ceil((window - 1 + count) / page) + 1 text pages, and of the images before its first row only those
+that reach into the window, each in whole pages.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from mmserve.cache.layer_group import LayerGroup
+from mmserve.cache.page_pool import PagePool
+from mmserve.cache.radix_cache import HOLE, RadixCache
+from mmserve.cache.vision_index import EntryState, VisionIndex
+from mmserve.request import PlacedImage
+from mmserve.request import Sequence as Seq
+
+
+class Holdings:
+    """`text`, `vision`: the pools by layer group; `radix`: of the groups that have text.
+
+    `most_rows`: text tokens that one step computes of a sequence, at most; None: any number.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        *,
+        text: Sequence[PagePool],
+        vision: Sequence[VisionIndex],
+        radix: RadixCache | None,
+        page_size: int,
+        most_rows: int | None,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.text = tuple(text)
+        self.vision = tuple(vision)
+        self.radix = radix
+        self.page_size = page_size
+        self.most_rows = most_rows
+        self.text_groups = [g for g, group in enumerate(groups) if group.text]
+        self.image_groups = [g for g, group in enumerate(groups) if group.images]
+        self._windows = [(g, x.window) for g, x in enumerate(groups) if x.window is not None]
+        self._text_windows = [g for g, _ in self._windows if groups[g].text]
+        self._sure_step = min(map(self._beside_window, self._text_windows), default=sys.maxsize)
+
+    # -- what fits ------------------------------------------------------------------------------
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def text_limit(self, group: int) -> int | None:
+        """Text tokens that one sequence may come to by a group's pool; None: any number, because
+        the window moves on within it."""
+        if self.most_rows is not None and self._beside_window(group) > 0:
+            return None
+        return self.text[group].num_pages * self.page_size
+
+    def _beside_window(self, group: int) -> int:
+        """Text tokens of a step that surely fit into a group's pool beside the window."""
+        window = self.groups[group].window
+        if window is None:
+            return 0
+        pages = self.text[group].num_pages - self.pages_for(window - 1) - 1
+        return max(pages, 0) * self.page_size
+
+    def longest_step(self, start: int, wanted: int) -> int:
+        """Text tokens from `start`, at most `wanted`, that a sequence alone finds pages for, where
+        its whole text might not fit."""
+        if wanted <= self._sure_step:
+            return wanted
+        rooms = (
+            max(self._beside_window(g), self.text[g].num_pages * self.page_size - start)
+            for g in self._text_windows
+        )
+        return min(wanted, *rooms)
+
+    # -- what is needed -------------------------------------------------------------------------
+
+    def lacking(self, seq: Seq, start: int) -> list[PlacedImage]:
+        """The images, in order, whose KV some row still to be computed needs and nobody has
+        written yet, with text computed up to `start`.
+
+        An image computed in its context has rows of its own, and those need what is before it.
+        """
+        position = start + seq.visual_before(start)
+        found = []
+        for placed in reversed(seq.images):
+            if self._lacks(placed, position):
+                found.append(placed)
+                if seq.in_context:
+                    position = min(position, placed.start)
+        found.reverse()
+        return found
+
+    def _lacks(self, placed: PlacedImage, position: int) -> bool:
+        return any(
+            self._sees(g, position, placed) and not self.vision[g].is_ready(placed.key)
+            for g in self.image_groups
+        )
+
+    def _sees(self, group: int, position: int, placed: PlacedImage) -> bool:
+        """Whether the row at a position, or a later one, reads of an image that begins before."""
+        window = self.groups[group].window
+        return window is None or placed.end > position + 1 - window
+
+    def _next_row(self, seq: Seq, start: int) -> tuple[int, int]:
+        """Text and visual index of the first row to compute, with text computed up to `start`."""
+        if seq.in_context and not seq.images_ready:
+            lacking = self.lacking(seq, start)
+            if lacking and lacking[0].text_index <= start:
+                return lacking[0].text_index, lacking[0].visual_index
+        return start, seq.visual_before(start)
+
+    def _window_texts(self, seq: Seq, start: int) -> list[int] | None:
+        """By group with text: the first text token to be read from, with `start` of them cached.
+
+        None where an image behind which text is cached has to be computed: a window would need
+        the text before it as well as the text at the end, and all in between.
+        """
+        row = self._next_row(seq, start)
+        if row[0] < start:
+            return None
+        windows = (self.groups[g].window for g in self.text_groups)
+        return [0 if window is None else seq.window_start(*row, window)[0] for window in windows]
+
+    # -- taking ---------------------------------------------------------------------------------
+
+    def take(self, seq: Seq) -> frozenset[bytes] | None:
+        """Give a sequence its images and its cached prefix; the keys of images not stored yet.
+
+        None, and nothing has changed: not now.
+        """
+        seq.images_ready = not seq.images
+        tables, start = self._match(seq)
+        wanted = self._wanted(seq, start)
+        sizes = [[(p.key, p.image.num_tokens) for p in placed] for placed in wanted]
+        if not all(v.can_acquire(s) for v, s in zip(self.vision, sizes, strict=True)):
+            return None
+        for g in self.text_groups:
+            self.text[g].retain(_held(tables[g]))
+        if not all(self._has_room(g, seq, start) for g in self.text_groups):
+            for g in self.text_groups:
+                self.text[g].release(_held(tables[g]))
+            return None
+        missing: set[bytes] = set()
+        for placed in seq.images:
+            placed.pages = [[] for _ in self.groups]
+        for g, images in enumerate(wanted):
+            acquired = self.vision[g].acquire_all(sizes[g])
+            assert acquired is not None
+            missing.update(acquired.missing)
+            for placed in images:
+                assert placed.pages is not None
+                placed.pages[g] = acquired.pages[placed.key]
+        seq.tables = tables
+        seq.num_computed_tokens = start
+        return frozenset(missing)
+
+    def _match(self, seq: Seq) -> tuple[list[list[int]], int]:
+        tables: list[list[int]] = [[] for _ in self.groups]
+        if self.radix is None:
+            return tables, 0
+        needs = (lambda start: self._window_texts(seq, start)) if self._text_windows else None
+        matched = self.radix.match(seq.keys, needs)
+        for g, pages in zip(self.text_groups, matched.pages, strict=True):
+            tables[g] = pages
+        return tables, matched.num_tokens
+
+    def _wanted(self, seq: Seq, start: int) -> list[list[PlacedImage]]:
+        """By group: the images to hold. One that is to be computed is written in every group."""
+        lacking = set(map(id, self.lacking(seq, start)))
+        position = sum(self._next_row(seq, start))
+        wanted: list[list[PlacedImage]] = [[] for _ in self.groups]
+        for g in self.image_groups:
+            for placed in seq.images:
+                if id(placed) in lacking or self._sees(g, position, placed):
+                    wanted[g].append(placed)
+        return wanted
+
+    def _has_room(self, group: int, seq: Seq, start: int) -> bool:
+        """Whether pages for the prompt, or for a window's next step, can be had."""
+        end = seq.num_tokens
+        if self.text_limit(group) is None and self.most_rows is not None:
+            end = start + self.longest_step(start, min(end - start, self.most_rows))
+        missing = self.pages_for(end) - self.pages_for(start)
+        free = self.text[group].num_free
+        return missing <= free or missing <= free + self._evictable(group)
+
+    def _evictable(self, group: int) -> int:
+        return self.radix.evictable(self.text_groups.index(group)) if self.radix else 0
+
+    def cached_pages(self, group: int) -> int:
+        """Text pages of a group that only the prefix cache holds. Walks it."""
+        return self._evictable(group) if self.groups[group].text else 0
+
+    def grow(self, seq: Seq, tokens: int) -> bool:
+        """Pages for so many text tokens; False, and none is taken: somebody has to give way."""
+        need = self.pages_for(tokens) - len(seq.tables[self.text_groups[0]])
+        if need <= 0:
+            return True
+        for number, g in enumerate(self.text_groups):
+            pool = self.text[g]
+            while need > pool.num_free:
+                if not self.radix or not self.radix.evict(number, need - pool.num_free):
+                    return False
+        for g in self.text_groups:
+            seq.tables[g].extend(self.text[g].allocate(need))
+        return True
+
+    # -- giving back ----------------------------------------------------------------------------
+
+    def pass_by(self, seq: Seq) -> bool:
+        """Give back what no row still to be computed reads; whether there was anything."""
+        row = self._next_row(seq, seq.num_computed_tokens)
+        gave = False
+        for g, window in self._windows:
+            table = seq.tables[g]
+            end = min(seq.window_start(*row, window)[0] // self.page_size, len(table))
+            first = end
+            while first and table[first - 1] != HOLE:  # what is further back has gone before
+                first -= 1
+            if first < end:
+                self.text[g].release(table[first:end])
+                table[first:end] = [HOLE] * (end - first)
+                gave = True
+            for placed in seq.images:
+                if placed.pages and placed.pages[g] and not self._sees(g, sum(row), placed):
+                    self.vision[g].release(placed.key)
+                    placed.pages[g] = []
+                    gave = True
+        return gave
+
+    def give_back(self, seq: Seq) -> None:
+        """Everything. Whole pages of text stay findable until evicted."""
+        self.cache_prefix(seq)
+        for g in self.text_groups:
+            self.text[g].release(_held(seq.tables[g]))
+        for placed in seq.images:
+            for g in self.image_groups:
+                if placed.pages and placed.pages[g]:
+                    self.vision[g].release(placed.key)
+            placed.pages = None
+        seq.tables = [[] for _ in self.groups]
+        seq.num_computed_tokens = 0
+
+    def cache_prefix(self, seq: Seq) -> bool:
+        """Make the sequence's whole pages of known, computed tokens findable by later ones."""
+        full = seq.num_computed_tokens // self.page_size
+        if not self.radix or not full:
+            return False
+        pages = [seq.tables[g][:full] for g in self.text_groups]
+        self.radix.insert(seq.keys[: full * self.page_size], pages)
+        return True
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether there is a window, so that pages go while their sequence runs."""
+        return bool(self._windows)
+
+    # -- images ---------------------------------------------------------------------------------
+
+    def writes(self, placed: PlacedImage) -> tuple[bool, ...]:
+        """By group: whether a held image's KV is missing there."""
+        return tuple(
+            bool(pages) and not self.vision[g].is_ready(placed.key)
+            for g, pages in enumerate(placed.pages or [])
+        )
+
+    def is_stored(self, key: bytes) -> bool:
+        """Whether an image's KV can be read in every group that has images."""
+        return all(self.vision[g].is_ready(key) for g in self.image_groups)
+
+    def is_reserved(self, key: bytes) -> bool:
+        """Whether an image has pages in every group that has images, written or not."""
+        return all(self.vision[g].lookup(key) is not None for g in self.image_groups)
+
+    def awaits(self, seq: Seq, key: bytes) -> bool:
+        """Whether a sequence holds an image that is not written yet."""
+        return any(p.key == key and any(self.writes(p)) for p in seq.images)
+
+    def settle(self, key: bytes, *, written: bool) -> None:
+        """An image's KV is complete wherever it was missing, or never will be."""
+        for g in self.image_groups:
+            entry = self.vision[g].lookup(key)
+            if entry is not None and entry.state is EntryState.WRITING:
+                (self.vision[g].mark_ready if written else self.vision[g].discard)(key)
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def check_invariants(self, running: Sequence[Seq], waiting: Sequence[Seq]) -> None:
+        """Every reference in the pools is explained by a running sequence or the prefix cache."""
+        for seq in running:
+            assert len(seq.tables) == len(self.groups)
+            covered = {len(seq.tables[g]) for g in self.text_groups}
+            assert len(covered) == 1, "a sequence has pages for unlike lengths"
+            assert seq.num_computed_tokens <= covered.pop() * self.page_size
+        for seq in waiting:
+            assert not any(seq.tables) and all(p.pages is None for p in seq.images)
+        if self.radix:
+            self.radix.check_invariants()
+        for g in range(len(self.groups)):
+            self.text[g].check_invariants()
+            self.vision[g].check_invariants()
+            held: dict[int, int] = {}
+            cached = g in self.text_groups and self.radix is not None
+            stored = self.radix.pages(self.text_groups.index(g)) if self.radix and cached else []
+            for page in [*stored, *(p for seq in running for p in _held(seq.tables[g]))]:
+                held[page] = held.get(page, 0) + 1
+            for page in range(self.text[g].num_pages):
+                assert self.text[g].ref_count(page) == held.get(page, 0), page
+
+
+def _held(pages: Iterable[int]) -> list[int]:
+    return [page for page in pages if page != HOLE]
