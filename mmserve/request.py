@@ -23,6 +23,21 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """The form that an answer must have.
+
+    `kind`: "schema" (`text` is a JSON schema), "regex", "choice" (a JSON array of strings) or
+    "grammar" (Lark or GBNF). `lenient`: parts of a schema that cannot be enforced are left out.
+    `param` is the request's field, for error messages.
+    """
+
+    kind: str
+    text: str
+    lenient: bool = False
+    param: str | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen. `temperature` 0 is greedy. Validated by `validate`."""
 
@@ -40,6 +55,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; n: the chosen token's and the n best
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,6 +362,7 @@ class Sequence:
         if self.num_pending:
             del self.token_ids[-self.num_pending :]
             self.num_pending = 0
+        if not self.request.prefill_only:
             self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def _append_key(self, token_id: int) -> None:

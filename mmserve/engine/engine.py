@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
+from mmserve.engine.grammar import Grammars, Matcher
 from mmserve.engine.live import Live
 from mmserve.engine.meter import board_meter, step_work
 from mmserve.engine.model_runner import ModelRunner, build_runner
@@ -58,6 +59,7 @@ class Engine:
         self.runner = build_runner(loaded, config.cache, config.model)
         names = map(loaded.tokenizer.id_to_token, self.runner.eos_token_ids)
         self.tokenizer = Tokenizer(loaded.tokenizer, [name for name in names if name])
+        self.grammars = Grammars(loaded.tokenizer, self.tokenizer.eos_token_ids)
         self.template = ChatTemplate(
             self.tokenizer,
             system=spec.system_prompt,
@@ -90,8 +92,14 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._outbox) or self._flight is not None
 
-    def add(self, request: Request) -> None:
-        """Queue an admissible request (`Scheduler.check_admissible`)."""
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        """Queue an admissible request (`Scheduler.check_admissible`).
+
+        `matcher`: of a constrained one; compiled here, while all wait, if it is missing.
+        """
+        constraint = request.params.constraint
+        if constraint is not None and not request.prefill_only:
+            matcher = matcher or self.grammars.matcher(constraint)
         scheduler = self.scheduler
         seq = Sequence(
             request, in_context=scheduler.in_context, whole_prompt=scheduler.whole_prompts
@@ -100,7 +108,7 @@ class Engine:
         seq.token_limit = min(seq.token_limit, seq.num_tokens + room)
         if not self._live:
             self.energy.idle()
-        self._live[request.id] = Live(seq, self.tokenizer)
+        self._live[request.id] = Live(seq, self.tokenizer, matcher)
         self.scheduler.add(seq)
         self.metrics.prompt_tokens.inc(seq.length)
 
@@ -171,9 +179,12 @@ class Engine:
         if logits is None:
             return Flight(batch, [], Drawn.nothing(self.runner.device), started)
         rows = [self._live[chunk.seq.id] for chunk in logits.chunks]
+        if any(live.matcher and live.seq.num_pending for live in rows):
+            self._land()  # a grammar has to see a token before it can say what follows
         drawn = self._sampler.begin(logits.values, [live.sampling for live in rows], previous)
         for row, live in enumerate(rows):
-            live.seq.append_pending(row)
+            if not live.seq.finished:
+                live.seq.append_pending(row)
         return Flight(batch, rows, drawn, started)
 
     def _land(self) -> None:
