@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 60
 
 TYPES = {
     *("config", "errors", "request", "prompt", "tokenizer", "guarded", "hub_prompt"),
-    *("metrics", "energy"),
+    *("tools", "metrics", "energy"),
 }
 # Page counts, no tensors.
 BOOKS = {
@@ -38,7 +38,8 @@ ALLOWED = {
     "tokenizer": set(),
     "metrics": set(),
     "energy": set(),
-    "prompt": {"errors", "request", "tokenizer"},
+    "tools": set(),
+    "prompt": {"errors", "request", "tokenizer", "tools"},
     "guarded": set(),
     "hub_prompt": {"errors", "request", "prompt", "guarded"},
     "kernels": set(),
