@@ -5,6 +5,7 @@ Owns the device, the fused model and both pools' tensors. Knows nothing of queue
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,15 @@ from torch import Tensor
 from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.config import CacheConfig, ModelConfig
-from mmserve.engine.plan import Planner
+from mmserve.engine.plan import Planner, StepInput
 from mmserve.kernels.chain import has_kernels
-from mmserve.kernels.reference import AttentionPlan, rope_table
+from mmserve.kernels.reference import AttentionPlan, rope_table, write_kv
 from mmserve.model import attention
+from mmserve.model.adapter import Adapter, Features
 from mmserve.model.cpu_layer import CPULayer
 from mmserve.model.fuse import fuse
 from mmserve.model.loader import LoadedModel
+from mmserve.request import ImageInput
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
 
 
@@ -47,16 +50,6 @@ def resolve_dtype(name: str, device: torch.device) -> str:
     return name
 
 
-def _refuse_window(config: Any, max_model_len: int) -> None:
-    """Every layer here reads the whole context. Raises ValueError."""
-    window = getattr(config, "sliding_window", None)
-    if window and window < max_model_len and getattr(config, "use_sliding_window", True):
-        raise ValueError(
-            f"the model's layers see {window} tokens at a time, which is not served yet; "
-            f"set max_model_len to {window} or less"
-        )
-
-
 class ModelRunner:
     """Runs images and text of one step. Fuses `loaded.lm` in place."""
 
@@ -65,47 +58,63 @@ class ModelRunner:
 
     def __init__(self, loaded: LoadedModel, cache: CacheConfig, *, dtype: str) -> None:
         self.lm: Any = loaded.lm
-        self.vision_model = loaded.vision
-        config = self.lm.config
-        head_dim = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
-        self.device = next(self.lm.parameters()).device
+        self.vision_model: Any = getattr(loaded, "vision", None)
+        self.stock = loaded.stock
+        self.device = loaded.device
         self.dtype = resolve_dtype(dtype, self.device)
         if self.dtype == "bfloat16":
             self.lm.to(torch.bfloat16)
-        _refuse_window(config, loaded.spec.max_model_len)
-        theta = config.rope_parameters["rope_theta"]
-        self.table = rope_table(loaded.spec.max_model_len, head_dim, theta)
-        self.table = self.table.to(self.device)
-        shape = KVShape(
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
-            page_size=cache.page_size,
-            dtype=next(self.lm.parameters()).dtype,
+        self.adapter = Adapter(self.lm)
+        self.sight, self.groups = self.adapter.sight, self.adapter.groups
+        # Whether images see what stands before them.
+        self.in_context = loaded.stock and self.adapter.cross is None
+        self.eos_token_ids = sorted(loaded.eos_token_ids)
+        self.table = self._table(1 if self.stock else loaded.max_model_len)
+        self._places = attention.places(self.groups)
+        self._planner = Planner(
+            self.groups,
+            self.table,
+            cache.page_size,
+            sight=self.sight,
+            axes=self.adapter.axes if self.stock else 0,
+        )
+        shapes = [self._shape(group, cache.page_size) for group in self.groups]
+        # By layer group.
+        self.text = tuple(TextKVPool(shape, cache.text_bytes // len(shapes)) for shape in shapes)
+        self.vision = tuple(
+            VisionKVPool(shape, cache.vision_bytes // len(shapes)) for shape in shapes
+        )
+        self._features: dict[bytes, Features] = {}  # of images that the next step computes
+        self._fuse()
+        self._warm_up(self.adapter.hidden_size)
+
+    def _table(self, num_positions: int) -> Tensor:
+        """What images are turned by; stock models rotate by themselves, and turn none."""
+        head_dim = next(iter(self.adapter.layers.values())).head_dim
+        rope = getattr(self.adapter.config, "rope_parameters", None) or {}
+        theta = float(rope.get("rope_theta") or 10_000.0)
+        return rope_table(num_positions, head_dim, theta).to(self.device)
+
+    def _shape(self, group: LayerGroup, page_size: int) -> KVShape:
+        layer = self.adapter.layers[group.layers[0]]
+        return KVShape(
+            num_layers=len(group.layers),
+            num_kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
+            page_size=page_size,
+            dtype=self.adapter.dtype,
             device=self.device,
         )
-        self.groups = (LayerGroup(tuple(range(config.num_hidden_layers))),)
-        self._places = attention.places(self.groups)
-        self._planner = Planner(self.groups, self.table, cache.page_size)
-        # By layer group.
-        self.text = (TextKVPool(shape, cache.text_bytes),)
-        self.vision = (VisionKVPool(shape, cache.vision_bytes),)
-        eos = config.eos_token_id
-        self.eos_token_ids: list[int] = eos if isinstance(eos, list) else [eos]
-        attention.register()
-        self.lm.config._attn_implementation = attention.NAME
-        self._fuse()
-        self._warm_up(config.hidden_size)
 
     @property
     def deterministic(self) -> bool:
         """Whether a request's bits do not depend on what runs beside it."""
-        return self.dtype == "int8" and all(isinstance(m, CPULayer) for m in self.lm.model.layers)
+        layers = self.adapter.decoder.layers
+        return self.dtype == "int8" and all(isinstance(layer, CPULayer) for layer in layers)
 
     def _fuse(self) -> None:
-        fuse(self.lm, table=self.table, weights=self.dtype)
+        if not self.stock:
+            fuse(self.lm, table=self.table, weights=self.dtype)
 
     @torch.inference_mode()
     def _warm_up(self, width: int) -> None:
@@ -113,57 +122,91 @@ class ModelRunner:
 
         It takes seconds the first time on a machine. Writes a page that nobody holds yet.
         """
+        if self.stock:
+            return
         plans = self._planner.image([[0] for _ in self.groups], 1)
-        embeds = torch.zeros(1, 1, width, dtype=self.vision[0].shape.dtype, device=self.device)
-        positions = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self._forward(embeds, positions, self._step(plans))
+        embeds = torch.zeros(1, width, dtype=self.adapter.dtype, device=self.device)
+        positions = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.adapter.decode(embeds, positions, self._step(plans))
 
     @torch.inference_mode()
-    def encode(self, job: ImageJob, pixels: Tensor) -> None:
-        """Encode one image, uint8 [1, 3, H, W], and write its KV.
+    def encode(self, job: ImageJob, pixels: Any) -> None:
+        """Encode one image by itself and write its KV. `pixels`: what the pipeline made of it.
 
         Each image runs alone, in the same shape always: its KV is a function of the image only,
         to the last bit, whatever else waits.
         """
-        embeds = self.vision_model.encode(pixels.to(self.device))  # [1, n, hidden]
-        count = embeds.shape[1]
-        plans = self._planner.image(job.pages, count)
-        positions = torch.arange(count, device=self.device)[None]
-        self._forward(embeds, positions, self._step(plans))
+        if self.adapter.cross is not None:
+            return self._encode_crossed(job, pixels)
+        embeds = self.vision_model.encode(pixels.to(self.device))[0]  # [n, hidden]
+        plans = self._planner.image(job.pages, len(embeds))
+        positions = torch.arange(len(embeds), device=self.device)
+        self.adapter.decode(embeds, positions, self._step(plans))
+
+    def _encode_crossed(self, job: ImageJob, inputs: Mapping[str, Any]) -> None:
+        """Project an image's keys and values, once for each layer that looks at images."""
+        assert self.adapter.cross is not None
+        states = self.adapter.cross_states(inputs)[: job.image.num_tokens]
+        index = torch.arange(len(states), device=self.device)
+        size = self.vision[0].shape.page_size
+        for layer, *new in self.adapter.cross.project(states):
+            group, number = self._places[layer]
+            pages = torch.tensor(job.pages[group], device=self.device)
+            slots = pages[index // size] * size + index % size
+            for pool, tensor in zip(self.vision[group].layer(number), new, strict=True):
+                write_kv(pool, slots, tensor)
+
+    @torch.inference_mode()
+    def look(self, image: ImageInput, inputs: Mapping[str, Any]) -> None:
+        """Run an image through the model's tower, for the step that computes it in its context."""
+        assert image.token_ids is not None
+        self._features[image.digest] = self.adapter.look(image.token_ids, inputs)
 
     @torch.inference_mode()
     def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
-        """Compute the batch's text; None when nothing is to be sampled.
+        """Compute the batch's text and its images in context; None when nothing is to be sampled.
 
         `previous` [C] int64: the tokens of the step before, when they have not landed.
         """
         if not batch.chunks:
             return None
         step_input = self._planner.step(batch.chunks, previous)
-        embeds = self.lm.get_input_embeddings()(step_input.token_ids)[None]
+        embeds, extra = self._embed(step_input)
         step = self._step(step_input.plans)
-        hidden = self._forward(embeds, step_input.positions[None], step)
+        hidden = self.adapter.decode(embeds, step_input.positions, step, **extra)
+        self._features.clear()
         sampling = [i for i, c in enumerate(step_input.order) if c.samples]
         if not sampling:
             return None
         rows = step_input.last[torch.tensor(sampling, device=self.device)]
-        values = self.lm.lm_head(hidden[0, rows]).float()
+        values = self.adapter.logits(hidden[rows]).float()
         return Logits([step_input.order[i] for i in sampling], values)
+
+    def _embed(self, step_input: StepInput) -> tuple[Tensor, dict[str, Any]]:
+        """Embeddings [T, hidden] of a step's rows, and what else the decoder is told."""
+        embeds = self.adapter.embed(step_input.token_ids)
+        images = []
+        for first, placed in step_input.images:
+            features = self._features[placed.image.digest]
+            embeds[first : first + len(features.embeds)] = features.embeds
+            images.append((first, features))
+        extra = self.adapter.extras(images, len(embeds))
+        if self.adapter.cross is not None:
+            extra |= self.adapter.cross.arguments(seen_rows(step_input.plans[-1], len(embeds)))
+        return embeds, extra
 
     def _step(self, plans: tuple[AttentionPlan, ...]) -> attention.Step:
         parts = zip(plans, self.text, self.vision, strict=True)
         return attention.Step(tuple(attention.GroupStep(*part) for part in parts), self._places)
 
-    def _forward(self, embeds: Tensor, positions: Tensor, step: Any) -> Tensor:
-        out = self.lm.model(
-            inputs_embeds=embeds,
-            position_ids=positions,
-            attention_mask=None,
-            use_cache=False,
-            step=step,
-        )
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+
+def seen_rows(plan: AttentionPlan, num_rows: int) -> Tensor | None:
+    """[T] bool: which rows read anything of an image; None where none does."""
+    seen = torch.zeros(num_rows, dtype=torch.bool, device=plan.slots.device)
+    for group in plan.groups:
+        reads = (group.visual_hi > group.visual_lo).flatten()
+        seen[group.start : group.start + len(reads)] = reads
+    return seen if bool(seen.any()) else None
 
 
 def build_runner(loaded: LoadedModel, cache: CacheConfig, model: ModelConfig) -> ModelRunner:

@@ -2,7 +2,7 @@
 
 Owns the order of tokens in the flat batch: first all chunks of a single row (decoding) as one
 group, then each longer chunk as a group of its own, an image's rows before the text token that it
-stands before. Owns who reads what: `Sight`. Knows nothing of weights or pools' contents.
+stands before. Owns who reads what. Knows nothing of weights or pools' contents.
 """
 
 from __future__ import annotations
@@ -19,23 +19,12 @@ from torch import Tensor
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.engine.transfer import resolve_pending
 from mmserve.kernels.reference import NOWHERE, AttentionPlan, QueryGroup, vision_slot
+from mmserve.model.adapter import CAUSAL, Sight
 from mmserve.request import PlacedImage
 from mmserve.request import Sequence as Seq
 from mmserve.scheduler.batch import Chunk, ContextImage
 
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Sight:
-    """What a model lets its tokens see beyond the ones before them.
-
-    `whole_images`: an image's rows see all of their own image. `whole_prompt`: a prompt's rows see
-    all of the prompt.
-    """
-
-    whole_images: bool = False
-    whole_prompt: bool = False
 
 
 class ImageRows(NamedTuple):
@@ -142,8 +131,9 @@ def _reads(seq: Seq, rows: _Rows, group: LayerGroup, sight: Sight) -> tuple[Ints
         begin, end = np.array([*spans, (0, 0)]).T[:, rows.image]
         visual_lo = np.where(own_image, np.minimum(visual_lo, begin), visual_lo)
         visual_hi = np.where(own_image, end, visual_hi)
-    if sight.whole_prompt:
+    if sight.whole_prompt and seq.images:
         prompt = own_image | (rows.text < seq.num_prompt_tokens)
+        lo, visual_lo = np.where(prompt, 0, lo), np.where(prompt, 0, visual_lo)
         hi = np.where(prompt, seq.num_prompt_tokens, hi)
         visual_hi = np.where(prompt, seq.num_image_tokens, visual_hi)
     if not group.text:
@@ -154,10 +144,15 @@ def _reads(seq: Seq, rows: _Rows, group: LayerGroup, sight: Sight) -> tuple[Ints
 
 
 def _latest_images(seq: Seq, visual: Ints) -> Ints:
-    """Where the images begin that stand together directly before each row, by cross attention."""
-    starts = {p.text_index: p.visual_index for p in reversed(seq.images)}
-    begins = np.array(sorted(starts.values()) or [0])
-    found: Ints = begins[np.maximum(np.searchsorted(begins, visual, "left") - 1, 0)]
+    """Where the images begin that each row sees by cross attention: the latest, and those directly
+    before it, with nothing between but the placeholder that every such image has in the text."""
+    begins = [
+        p.visual_index
+        for n, p in enumerate(seq.images)
+        if not n or p.text_index > seq.images[n - 1].text_index + 1
+    ]
+    latest = np.searchsorted(begins, visual, "left") - 1
+    found: Ints = np.array(begins or [0])[np.maximum(latest, 0)]
     return found
 
 
@@ -225,7 +220,7 @@ class _GroupBuilder:
         most = max(counts)
         places = [n for count in counts for n in range(count)]
         device = self.table.device
-        bases = [0 if chunks[row].seq.in_context else p.base for row, p in images]
+        bases = [0 if len(self.table) == 1 else p.base for _, p in images]
         cos, sin = angles(self.table, torch.tensor(bases, dtype=torch.long, device=device))
         lo, hi, visual_lo, visual_hi = (
             torch.from_numpy(np.stack(part)).to(device) for part in zip(*reads, strict=True)
@@ -273,9 +268,9 @@ def _pad(rows: list[list[int]], device: torch.device) -> Tensor:
 
 
 class Planner:
-    """Lays steps out. `table` [positions, 2, D / 2] float32 is `rope_table`'s; one position is
-    enough where nothing is read or rotated by it: `axes` of positions that the model rotates by
-    itself, 0 where the plan's angles do it."""
+    """Lays steps out. `table` [positions, 2, D / 2] float32 is `rope_table`'s; of one position
+    where images are read as they are stored. `axes` of positions that the model rotates by itself;
+    0 where the plan's angles do it."""
 
     def __init__(
         self,
@@ -283,7 +278,7 @@ class Planner:
         table: Tensor,
         page_size: int,
         *,
-        sight: Sight = Sight(),
+        sight: Sight = CAUSAL,
         axes: int = 0,
     ) -> None:
         self.groups, self.table, self.page_size = groups, table, page_size
@@ -318,7 +313,7 @@ class Planner:
         device = self.table.device
         flat = torch.from_numpy(np.concatenate(ids)).to(device)
         where = torch.from_numpy(np.concatenate(positions, -1)).to(device)
-        rotated = where[0] if not self.axes else where[0] * 0
+        rotated = where[0] * 0 if self.axes else where[0]
         plans = tuple(builder.plan(rotated) for builder in builders)
         return StepInput(
             resolve_pending(flat, previous),

@@ -1,8 +1,9 @@
 """Our attention inside transformers' models.
 
-Owns the registration under the name "mmserve" and `Step`, what one model call reads and writes.
-Knows nothing of sequences or scheduling. The step travels as the keyword argument `step` of the
-model call, which transformers hands on to every layer and to the attention function.
+Owns the registration under the name "mmserve", `Step`, what one model call reads and writes, and
+`Probe`, which only listens. Knows nothing of sequences or scheduling. The step travels as the
+keyword argument `step` of the model call, which transformers hands on to every layer and to the
+attention function.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from mmserve.cache.kv_pool import KVPool
 from mmserve.cache.layer_group import LayerGroup
@@ -64,6 +66,38 @@ class Step:
         reference.write_step(plan, *pools, k, v)
         return reference.paged_attention(q, plan, *pools, scale, softcap=softcap, sinks=sinks)
 
+    def look(self, layer: int, q: Tensor, kv_heads: int, scale: float) -> Tensor:
+        """q [T, H, D] over images that are stored already -> [T, H, D]."""
+        (plan, text, vision), index = self.of(layer)
+        pools = text.layer(index), vision.layer(index)
+        return reference.paged_attention(q, plan, *pools, scale)
+
+
+class Layer(NamedTuple):
+    """How a layer's attention is called. `window`: keys that a query reads; None: all."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    cross: bool = False
+
+
+class Probe:
+    """In a `Step`'s place: hears how every layer calls, and answers zeros."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, Layer] = {}
+
+    def note(self, layer: int, q: Tensor, k: Tensor, window: int | None) -> Tensor:
+        """q [T, H, D], k [T, Hkv, D]."""
+        self.layers[layer] = Layer(q.shape[1], k.shape[1], q.shape[2], window)
+        return torch.zeros_like(q)
+
+    def look(self, layer: int, q: Tensor, kv_heads: int, scale: float) -> Tensor:
+        self.layers[layer] = Layer(q.shape[1], kv_heads, q.shape[2], cross=True)
+        return torch.zeros_like(q)
+
 
 def mmserve_attention(
     module: nn.Module,
@@ -73,7 +107,8 @@ def mmserve_attention(
     attention_mask: None,
     scaling: float | None = None,
     *,
-    step: Step,
+    step: Step | Probe,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -81,14 +116,13 @@ def mmserve_attention(
     """transformers' attention function: query [1, H, T, D], key and value [1, Hkv, T, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     layer: Any = module.layer_idx
+    if isinstance(step, Probe):
+        return step.note(layer, q, k, sliding_window)[None], None
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return step.attend(layer, q, k, v, scale, softcap, s_aux)[None], None
 
 
-def no_mask(*_: Any, **__: Any) -> None:
-    """The plan says who reads what; a mask tensor would only cost time."""
-
-
 def register() -> None:
+    """No mask function goes with it: the plan says who reads what, and transformers, which finds
+    none under the name, makes no mask (5.17 to 5.24)."""
     AttentionInterface.register(NAME, mmserve_attention)
-    AttentionMaskInterface.register(NAME, no_mask)

@@ -60,6 +60,17 @@ class LoadedModel:
     spec: ModelSpec
     device: torch.device
 
+    stock = False  # whether it is all transformers', images too
+
+    @property
+    def max_model_len(self) -> int:
+        return self.spec.max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        eos = self.lm.config.eos_token_id
+        return frozenset(eos if isinstance(eos, list) else [eos])
+
 
 def load_model(cfg: ModelConfig, progress: bool = True) -> LoadedModel:
     """Loads what `cfg` names; fetches and converts the base model the first time.

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmserve.cache.layer_group import LayerGroup
-from mmserve.engine.plan import Planner, Sight, StepInput
+from mmserve.engine.plan import Planner, StepInput
 from mmserve.kernels.reference import NOWHERE, QueryGroup, rope_table, vision_slot
+from mmserve.model.adapter import Sight
 from mmserve.request import (
     ImageInput,
     ImageSegment,
@@ -49,7 +50,10 @@ def text(*ids: int) -> TextSegment:
 
 def lay_out(*chunks: Chunk, **options: Any) -> StepInput:
     groups = options.pop("groups", [ALL])
-    return Planner(groups, TABLE, 4, **options).step(list(chunks))
+    turned = not chunks[0].seq.in_context
+    return Planner(groups, TABLE if turned else TABLE[:1], 4, axes=1 - turned, **options).step(
+        list(chunks)
+    )
 
 
 def with_images(seq: Sequence, start: int, count: int, *numbers: int) -> Chunk:
@@ -169,7 +173,7 @@ def test_a_window_is_the_last_tokens_of_either_kind(data: st.DataObject) -> None
     )
     chunk = with_images(seq, 0, seq.num_tokens, *range(len(lengths)))
     groups = [LayerGroup((0,), window=window)]
-    step = Planner(groups, TABLE, 4).step([chunk])
+    step = lay_out(chunk, groups=groups)
     kinds = ["text" if slot >= 0 else "visual" for slot in step.plans[0].slots.tolist()]
     for row, interval in enumerate(read(step.plans[0].groups[0])):
         seen = kinds[max(row + 1 - window, 0) : row + 1]
@@ -194,22 +198,22 @@ def test_whole_images_and_whole_prompts() -> None:
     group = lay_out(chunk, sight=Sight(whole_images=True), groups=windowed).plans[0].groups[0]
     assert read(group)[:3] == [(0, 1, 0, 0), (0, 1, 0, 2), (1, 1, 0, 2)]
     assert read(group)[3:6] == [(1, 1, 1, 5), (1, 1, 2, 5), (1, 1, 2, 5)]
-    group = lay_out(chunk, sight=Sight(whole_prompt=True)).plans[0].groups[0]
-    assert read(group) == [(0, 3, 0, 5)] * 8 + [(0, 4, 0, 5)]
+    for groups, last in (([ALL], (0, 4, 0, 5)), (windowed, (2, 4, 5, 5))):
+        group = lay_out(chunk, sight=Sight(whole_prompt=True), groups=groups).plans[0].groups[0]
+        assert read(group) == [(0, 3, 0, 5)] * 8 + [last]
 
 
-def test_cross_attention_sees_the_images_that_stand_last_together() -> None:
+def test_cross_attention_sees_the_images_whose_placeholders_stand_last_together() -> None:
     images = [image(n, 2, span=0) for n in range(3)]
-    segments = (text(1), images[0], text(2), images[1], images[2], text(3, 4))
-    seq = sequence([7], [[1], [2], [3]], *segments)
+    segments = (text(1), images[0], text(9, 2), images[1], text(9), images[2], text(9, 3))
+    seq = sequence([7, 8], [[1], [2], [3]], *segments)
     own, cross = LayerGroup((0,), images=False), LayerGroup((1,), text=False)
-    step = lay_out(Chunk(seq, 0, 4, True), groups=[own, cross])
-    assert step.positions.tolist() == [0, 1, 2, 3]
-    assert read(step.plans[0].groups[0]) == [(0, n, 0, 0) for n in (1, 2, 3, 4)]
-    assert read(step.plans[1].groups[0]) == [
-        *((0, 0, 0, 0), (0, 0, 0, 2), (0, 0, 2, 6), (0, 0, 2, 6))
-    ]
-    assert step.plans[1].slots.tolist() == [NOWHERE] * 4
+    step = lay_out(Chunk(seq, 0, 6, True), groups=[own, cross])
+    assert step.positions.tolist() == [0, 1, 2, 3, 4, 5]
+    assert read(step.plans[0].groups[0]) == [(0, n, 0, 0) for n in range(1, 7)]
+    first, both = [(0, 0, 0, 2)] * 2, [(0, 0, 2, 6)] * 2
+    assert read(step.plans[1].groups[0]) == [(0, 0, 0, 0), *first, (0, 0, 2, 4), *both]
+    assert step.plans[1].slots.tolist() == [NOWHERE] * 6
 
 
 def test_positions_of_several_axes_follow_the_image() -> None:
@@ -217,7 +221,7 @@ def test_positions_of_several_axes_follow_the_image() -> None:
     seq = sequence(
         [7], [[1]], text(1, 2), image(1, 4, positions=local, span=2), text(3), in_context=True
     )
-    step = lay_out(with_images(seq, 0, 3, 0), axes=3)
+    step = Planner([ALL], TABLE[:1], 4, axes=3).step([with_images(seq, 0, 3, 0)])
     assert step.positions.tolist() == [
         *([0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4])
     ]

@@ -1,0 +1,244 @@
+"""A transformers model as the runner sees it: a decoder stack between an embedding and a head.
+
+Owns what differs between models: which layers read what, who sees whom, how many axes positions
+have, what an image feeds the decoder. The model itself is asked for all of it, by running it on
+next to nothing and listening, so that a family needs words here only where transformers decides
+outside of its modules. Knows nothing of sequences, pages or scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmserve.cache.layer_group import LayerGroup
+from mmserve.model import attention
+from mmserve.model.cross_attention import CrossAttention
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a model lets its tokens see beyond the ones before them.
+
+    `whole_images`: an image's rows see all of their own image. `whole_prompt`: the rows of a prompt
+    with images see all of it, past windows too.
+    """
+
+    whole_images: bool = False
+    whole_prompt: bool = False
+
+
+CAUSAL = Sight()
+
+
+class Features(NamedTuple):
+    """What one image feeds the decoder: `embeds` [n, hidden] for its run of tokens; `deep`: what is
+    added to the hidden states of the rows `deep_rows` [n] bool behind the first layers, each
+    [rows, hidden] (Qwen3-VL)."""
+
+    embeds: Tensor
+    deep: tuple[Tensor, ...] = ()
+    deep_rows: Tensor | None = None
+
+
+# transformers builds these masks outside of the model's modules.
+_SIGHTS = {"gemma3": Sight(whole_images=True), "paligemma": Sight(whole_prompt=True)}
+_FIRST_POSITION = {"paligemma": 1}
+
+
+class Adapter:
+    """Sets the model's attention to ours. The model is in evaluation mode on one device."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.decoder = model.get_decoder()
+        self.embedding = model.get_input_embeddings()
+        kind = model.config.model_type
+        self.sight = _SIGHTS.get(kind, CAUSAL)
+        self.first_position = _FIRST_POSITION.get(kind, 0)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        self.axes = 3 if "mrope_section" in rope else 1
+        attention.register()
+        self.config._attn_implementation = attention.NAME
+        self.cross = CrossAttention.install(self.decoder)
+        self.layers = self._probe()
+        self.groups = _groups(self.layers)
+        self._head = self._find_head()
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.embedding.weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.embedding.weight.dtype
+        return dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 -> [T, hidden]."""
+        embeds: Tensor = self.embedding(token_ids)
+        return embeds
+
+    def decode(self, embeds: Tensor, positions: Tensor, step: Any, **extra: Any) -> Tensor:
+        """embeds [T, hidden], positions [T] or [axes, T] -> hidden states [T, hidden]."""
+        where = positions + self.first_position
+        out = self.decoder(
+            inputs_embeds=embeds[None],
+            position_ids=where[:, None] if where.dim() > 1 else where[None],
+            attention_mask=None,
+            use_cache=False,
+            step=step,
+            **extra,
+        )
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> [N, vocab] as the model's own forward makes them, caps and scales too."""
+        return self._head(hidden)
+
+    def look(self, token_ids: tuple[int, ...], inputs: Mapping[str, Any]) -> Features:
+        """What an image's run of tokens becomes, from the processor's tensors for the image."""
+        seen = self._listen(torch.tensor([token_ids], device=self.device), inputs)
+        rows = seen.get("visual_pos_masks")
+        deep = seen.get("deepstack_visual_embeds") or ()
+        return Features(
+            seen["inputs_embeds"][0], tuple(deep), None if rows is None else rows[0].bool()
+        )
+
+    def cross_states(self, inputs: Mapping[str, Any]) -> Tensor:
+        """[n, hidden]: what cross-attention layers project an image's keys and values from."""
+        token = torch.tensor([[self.model.config.image_token_id]], device=self.device)
+        states: Tensor = self._listen(token, inputs)["cross_attention_states"]
+        return states.flatten(0, -2)
+
+    def extras(self, images: list[tuple[int, Features]], num_rows: int) -> dict[str, Any]:
+        """Further arguments of `decode` for images, each from its row on."""
+        if not any(features.deep for _, features in images):
+            return {}
+        mask = torch.zeros(1, num_rows, dtype=torch.bool, device=self.device)
+        for first, features in images:
+            assert features.deep_rows is not None
+            mask[0, first : first + len(features.deep_rows)] = features.deep_rows
+        levels = zip(*(features.deep for _, features in images), strict=True)
+        return {
+            "visual_pos_masks": mask,
+            "deepstack_visual_embeds": [torch.cat(level) for level in levels],
+        }
+
+    # -- asking the model -----------------------------------------------------------------------
+
+    def _listen(self, token_ids: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model would call its decoder with."""
+        tensors = {
+            name: value.to(self.device, self.dtype if value.is_floating_point() else None)
+            for name, value in inputs.items()
+            if isinstance(value, Tensor)
+        }
+        rest = {name: value for name, value in inputs.items() if name not in tensors}
+        count = token_ids.shape[1]
+        where = torch.arange(count, device=self.device).expand(self.axes, 1, count)
+
+        def hear(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+            raise _Heard(kwargs)
+
+        hook = self.decoder.register_forward_pre_hook(hear, with_kwargs=True)
+        try:
+            self.model.model(
+                input_ids=token_ids,
+                attention_mask=torch.ones_like(token_ids),
+                position_ids=where if self.axes > 1 else where[0],
+                use_cache=False,
+                **tensors,
+                **rest,
+            )
+        except _Heard as heard:
+            return heard.kwargs
+        finally:
+            hook.remove()
+        raise ValueError(f"{type(self.model).__name__} never calls its decoder")
+
+    @torch.inference_mode()
+    def _probe(self) -> dict[int, attention.Layer]:
+        """Every layer's heads, width and window, as its attention is called."""
+        probe = attention.Probe()
+        embeds = torch.zeros(1, self.hidden_size, device=self.device, dtype=self.dtype)
+        positions = torch.zeros(1, dtype=torch.long, device=self.device)
+        extra = self.cross.arguments(positions == 0) if self.cross else {}
+        where = positions.expand(self.axes, 1) if self.axes > 1 else positions
+        self.decode(embeds, where, probe, **extra)
+        if not probe.layers:
+            raise ValueError(
+                f"{type(self.model).__name__} does not call transformers' attention interface"
+            )
+        return probe.layers
+
+    @torch.inference_mode()
+    def _find_head(self) -> Callable[[Tensor], Tensor]:
+        """The output matrix where it is all there is, else the model's forward behind its stack."""
+        matrix = self.model.get_output_embeddings()
+        hidden = torch.randn(2, self.hidden_size, device=self.device, dtype=self.dtype)
+        plain: Callable[[Tensor], Tensor] = matrix
+        found = self._whole_head(hidden)
+        return plain if torch.equal(found, matrix(hidden)) else self._whole_head
+
+    def _whole_head(self, hidden: Tensor) -> Tensor:
+        body, self.model.model = self.model.model, _Given(hidden)
+        try:
+            out: Tensor = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        finally:
+            self.model.model = body
+        return out
+
+
+class _Heard(Exception):
+    def __init__(self, kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.kwargs = kwargs
+
+
+class _Given(nn.Module):
+    """Stands where a stack stood, and gives these hidden states [N, hidden]."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return _Output(last_hidden_state=self.hidden[None])
+
+
+class _Output(SimpleNamespace):
+    """As transformers' outputs: by name or number; what is not there is None."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.last_hidden_state if index == 0 else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def _groups(layers: Mapping[int, attention.Layer]) -> tuple[LayerGroup, ...]:
+    """Layers by what they read: everything, smaller windows, images alone."""
+    crossed = any(layer.cross for layer in layers.values())
+    kinds: dict[tuple[bool, int | None], list[int]] = {}
+    for index, layer in sorted(layers.items()):
+        kinds.setdefault((layer.cross, layer.window), []).append(index)
+    order = sorted(kinds, key=lambda kind: (kind[0], kind[1] is not None, -(kind[1] or 0)))
+    return tuple(
+        LayerGroup(tuple(kinds[kind]), kind[1], text=not kind[0], images=kind[0] or not crossed)
+        for kind in order
+    )
