@@ -1,22 +1,43 @@
 """An answer in the making: what the token events of one generation add up to.
 
-Owns collected text, token ids, log-probabilities, and the JSON of usage and timings that both text
-surfaces share. Knows nothing of transports.
+Owns collected text, calls, token ids, log-probabilities, and the JSON of usage and timings that
+both text surfaces share. Knows nothing of transports.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmserve.request import FinishReason, Timings, TokenEvent, TokenLogprob, Usage
+from mmserve.server.wire import new_id
+from mmserve.tools import CallParser, Piece
+
+
+@dataclass
+class Call:
+    """A function call as it grows; `ended` once its arguments are whole."""
+
+    name: str
+    id: str = field(default_factory=lambda: new_id("call"))
+    arguments: str = ""
+    ended: bool = False
+
+
+class Shown(NamedTuple):
+    """What an event adds to what the client sees; log-probabilities are of text alone."""
+
+    pieces: list[Piece]
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass
 class Answer:
-    """Grows by `add`; complete once `finish_reason` is set."""
+    """Grows by `add`; complete once `finish_reason` is set. `parser` finds calls in it."""
 
+    parser: CallParser | None = None
     pieces: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -24,21 +45,50 @@ class Answer:
     usage: Usage = field(default_factory=Usage)
     timings: Timings = field(default_factory=Timings)
     error: str | None = None
+    _held: list[TokenLogprob] = field(default_factory=list)  # of text that may become a call
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def add(self, event: TokenEvent) -> None:
-        if event.text:
-            self.pieces.append(event.text)
+    def add(self, event: TokenEvent) -> Shown:
+        shown = self._show(event)
+        self.logprobs.extend(shown.logprobs)
         self.token_ids.extend(event.token_ids)
-        self.logprobs.extend(event.logprobs)
         self.finish_reason = event.finish_reason or self.finish_reason
         self.stop_string = event.stop_string or self.stop_string
         self.usage = event.usage or self.usage
         self.timings = event.timings or self.timings
         self.error = event.error or self.error
+        return shown
+
+    def _show(self, event: TokenEvent) -> Shown:
+        if self.parser is None:
+            if event.text:
+                self.pieces.append(event.text)
+            return Shown([Piece("text", event.text)] if event.text else [], event.logprobs)
+        found = self.parser.push(event.text)
+        if event.finish_reason is not None:
+            found += self.parser.flush()
+        for piece in found:
+            self._take(piece)
+        self._held.extend(event.logprobs)
+        if self.calls:
+            self._held.clear()
+        if not any(piece.kind == "text" for piece in found):
+            return Shown(found, ())
+        logprobs, self._held = tuple(self._held), []
+        return Shown(found, logprobs)
+
+    def _take(self, piece: Piece) -> None:
+        if piece.kind == "text":
+            self.pieces.append(piece.text)
+        elif piece.kind == "call":
+            self.calls.append(Call(piece.text))
+        elif piece.kind == "arguments":
+            self.calls[-1].arguments += piece.text
+        else:
+            self.calls[-1].ended = True
 
     def spliceable_tokens(self) -> tuple[int, ...] | None:
         """The exact tokens of the text, or None where a stop string cut the text short of them."""

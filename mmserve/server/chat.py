@@ -7,7 +7,7 @@ generation at once. Knows nothing of stored state.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,16 @@ from starlette.routing import Route
 from mmserve import __version__
 from mmserve.errors import EngineUnavailableError, InternalError, RequestError
 from mmserve.prompt import ROLES, ImagePart, Message, Part, TextPart
-from mmserve.request import FinishReason, SamplingParams
-from mmserve.server.answer import Answer, cache_json, input_details, logprob_json, timings_json
+from mmserve.request import FinishReason, SamplingParams, TokenEvent
+from mmserve.server.answer import (
+    Answer,
+    Call,
+    cache_json,
+    input_details,
+    logprob_json,
+    timings_json,
+)
+from mmserve.server.calling import Calling, call_text, parse_calling
 from mmserve.server.content import Content, image_bytes, parse_content
 from mmserve.server.engine_face import Generation
 from mmserve.server.errors import (
@@ -28,11 +36,10 @@ from mmserve.server.errors import (
     internal_error,
 )
 from mmserve.server.fields import Fields, as_list, as_object, parse_body
+from mmserve.server.formats import constrain, parse_format
 from mmserve.server.sampling import (
     MAX_TOP_LOGPROBS,
     check_model,
-    check_text_format,
-    check_tools,
     only_one,
     parse_sampling,
     text_only,
@@ -58,43 +65,39 @@ class ChatRequest:
 
     messages: tuple[tuple[str, tuple[Content, ...]], ...]
     params: SamplingParams
+    calling: Calling
     stream: bool
     include_usage: bool
     continue_final: bool
 
 
-def tool_call_text(name: Any, arguments: Any) -> str:
-    """How an earlier call is shown to a model that makes none."""
-    return f"{name}({arguments})"
-
-
-def _tool_calls(message: Fields) -> tuple[Content, ...]:
+def _tool_calls(message: Fields, services: Services) -> tuple[Content, ...]:
     texts = []
     for index, call in enumerate(message.list("tool_calls")):
         param = f"{message.param('tool_calls')}[{index}]"
         function = Fields(as_object(call, param), param).object("function")
-        name, arguments = function.text("name"), function.text("arguments")
-        texts.append(TextPart(tool_call_text(name or "", arguments or "")))
+        name, arguments = function.text("name") or "", function.text("arguments") or ""
+        texts.append(TextPart(call_text(services.info, name, arguments)))
     return tuple(texts)
 
 
-def _message(value: Any, param: str) -> tuple[str, tuple[Content, ...]]:
+def _message(value: Any, param: str, services: Services) -> tuple[str, tuple[Content, ...]]:
     message = Fields(as_object(value, param), param)
     message.required("role")
     role = CHAT_ROLES[message.choice("role", tuple(CHAT_ROLES), "user")]
     content = parse_content(message.get("content"), message.param("content"))
     if role == "assistant":
-        content += _tool_calls(message)
+        content += _tool_calls(message, services)
     if role == "user" and not content:
         raise RequestError("A user message must hold text or an image.", param=param)
     return role, content
 
 
-def _messages(fields: Fields) -> tuple[tuple[str, tuple[Content, ...]], ...]:
+def _messages(fields: Fields, services: Services) -> tuple[tuple[str, tuple[Content, ...]], ...]:
     values = as_list(fields.required("messages"), "messages")
     if not values:
         raise RequestError("'messages' must not be empty.", param="messages")
-    return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(values))
+    return tuple(_message(value, f"messages[{i}]", services) for i, value in enumerate(values))
 
 
 def _continue_final(fields: Fields, last_role: str) -> bool:
@@ -133,18 +136,20 @@ def parse_chat(body: dict[str, Any], services: Services) -> ChatRequest:
     only_one(fields, "n", "best_of")
     text_only(fields)
     unsupported(fields, "web_search_options", "prediction")
-    check_tools(fields)
-    check_text_format(fields, "response_format")
-    messages = _messages(fields)
+    format = parse_format(fields, fields, "response_format")
+    calling = parse_calling(fields, services.info, formatted=format.constraint is not None)
+    messages = _messages(fields, services)
     params = parse_sampling(
         fields,
         services.info,
         limits=("max_completion_tokens", "max_tokens"),
         logprobs=_logprobs(fields),
+        constraint=constrain(format, calling),
     )
     return ChatRequest(
         messages=messages,
         params=params,
+        calling=calling,
         stream=fields.flag("stream"),
         include_usage=fields.object("stream_options").flag("include_usage"),
         continue_final=_continue_final(fields, messages[-1][0]),
@@ -179,12 +184,17 @@ def usage_json(answer: Answer) -> dict[str, Any]:
 def check_finished(answer: Answer) -> str:
     """The finish reason as the client knows it; raises what ended the generation otherwise."""
     if answer.finish_reason is FinishReason.STOP:
-        return "stop"
+        return "tool_calls" if answer.calls else "stop"
     if answer.finish_reason is FinishReason.LENGTH:
         return "length"
     if answer.finish_reason is FinishReason.ABORT:
         raise EngineUnavailableError("The generation was stopped by the server.")
     raise InternalError(answer.error or "The generation ended with an internal error.")
+
+
+def call_json(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 class Completion:
@@ -193,7 +203,7 @@ class Completion:
     def __init__(self, request: ChatRequest, generation: Generation, model: str) -> None:
         self._request = request
         self._generation = generation
-        self._answer = Answer()
+        self._answer = Answer(request.calling.parser())
         self._logprobs = request.params.logprobs is not None
         self._head = {
             "id": generation.id,
@@ -213,7 +223,7 @@ class Completion:
         reason = check_finished(answer)
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": self._message(answer),
             "logprobs": self._logprobs_json(answer) if self._logprobs else None,
             "finish_reason": reason,
         }
@@ -229,6 +239,14 @@ class Completion:
         self._generation.abort()
 
     @staticmethod
+    def _message(answer: Answer) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.calls:
+            message["content"] = answer.text or None
+            message["tool_calls"] = [call_json(call) for call in answer.calls]
+        return message
+
+    @staticmethod
     def _logprobs_json(answer: Answer) -> dict[str, Any]:
         return {"content": [logprob_json(entry) for entry in answer.logprobs], "refusal": None}
 
@@ -240,6 +258,29 @@ class Completion:
         elif reason is not None:
             chunk["timings"] = timings_json(self._answer.timings, self._answer.usage)
         return sse(dumps(chunk))
+
+    def _deltas(self, event: TokenEvent) -> Iterator[tuple[dict[str, Any], Any]]:
+        """What an event adds, and the log-probabilities of it."""
+        before = len(self._answer.calls)
+        pieces, entries = self._answer.add(event)
+        logprobs = None
+        if self._logprobs:
+            logprobs = {"content": [logprob_json(entry) for entry in entries], "refusal": None}
+        if entries and not pieces:
+            yield {"content": ""}, logprobs
+        index = before - 1
+        for piece in pieces:
+            if piece.kind == "text":
+                yield {"content": piece.text}, logprobs
+                logprobs = logprobs and {"content": [], "refusal": None}
+            elif piece.kind == "call":
+                index += 1
+                head = call_json(self._answer.calls[index])
+                head["function"]["arguments"] = ""
+                yield {"tool_calls": [{"index": index, **head}]}, None
+            elif piece.kind == "arguments":
+                delta = {"index": index, "function": {"arguments": piece.text}}
+                yield {"tool_calls": [delta]}, None
 
     def _usage_chunk(self) -> bytes:
         chunk = {
@@ -256,13 +297,8 @@ class Completion:
         try:
             yield self._chunk({"role": "assistant", "content": ""}, None)
             async for event in self._generation:
-                self._answer.add(event)
-                if event.text or (self._logprobs and event.logprobs):
-                    logprobs = None
-                    if self._logprobs:
-                        content = [logprob_json(entry) for entry in event.logprobs]
-                        logprobs = {"content": content, "refusal": None}
-                    yield self._chunk({"content": event.text}, None, logprobs)
+                for delta, logprobs in self._deltas(event):
+                    yield self._chunk(delta, None, logprobs)
             yield self._chunk({}, check_finished(self._answer))
         except RequestError as error:
             yield sse(dumps({"error": error_object(error)}))
@@ -283,7 +319,12 @@ async def create_chat_completion(request: Request) -> Response:
 
     async def begin() -> Completion:
         messages = await _render(chat, services, owner_of(request))
-        prompt = await services.engine.prepare(messages, continue_final=chat.continue_final)
+        prompt = await services.engine.prepare(
+            messages,
+            continue_final=chat.continue_final,
+            tools=chat.calling.described,
+            constraint=chat.params.constraint,
+        )
         generation = services.engine.submit(new_id("chatcmpl"), prompt, chat.params)
         return Completion(chat, generation, services.info.name)
 

@@ -6,12 +6,13 @@ can be tested with a fake. Refuses to know how a token is made.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from mmserve.config import ImageLimits
 from mmserve.prompt import Message, Prompt
-from mmserve.request import SamplingParams, TokenEvent
+from mmserve.request import Constraint, SamplingParams, TokenEvent
+from mmserve.tools import ToolFormat
 
 
 class ModelInfo(Protocol):
@@ -36,6 +37,10 @@ class ModelInfo(Protocol):
     @property
     def default_temperature(self) -> float:
         """Used where a request names none."""
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model is told of tools and calls them; None where it cannot be."""
 
 
 class Generation(Protocol):
@@ -64,8 +69,16 @@ class EngineFace(Protocol):
     def metrics(self) -> MetricsFace: ...
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
-    async def prepare(self, messages: Sequence[Message], *, continue_final: bool = False) -> Prompt:
-        """Check and decode images, count tokens. Raises `RequestError`s."""
+    async def prepare(
+        self,
+        messages: Sequence[Message],
+        *,
+        continue_final: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        constraint: Constraint | None = None,
+    ) -> Prompt:
+        """Check and decode images, count tokens. `tools` are what the model is told of; a
+        `constraint` that `submit` will bring is compiled. Raises `RequestError`s."""
 
     def submit(
         self,

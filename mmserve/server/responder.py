@@ -101,7 +101,7 @@ class Responder:
         items = await self._items(request, store=False)
         entries = (parent.history() if parent else []) + [Entry(i, old=False) for i in items]
         messages = await render(entries, request.instructions)
-        return await self._services.engine.prepare(messages)
+        return await self._services.engine.prepare(messages, tools=request.calling.described)
 
     async def start(self, request: ResponseRequest, *, grace_s: float | None) -> Turn:
         """Check everything, submit, and return the turn with its running job."""
@@ -127,7 +127,11 @@ class Responder:
         for kept in histories(old, request.truncate):
             try:
                 messages = await render([*kept, *new], request.instructions)
-                prompt = await engine.prepare(messages)
+                prompt = await engine.prepare(
+                    messages,
+                    tools=request.calling.described,
+                    constraint=None if request.prefill else request.params.constraint,
+                )
                 generation = engine.submit(id, prompt, request.params, prefill_only=request.prefill)
                 return generation, kept
             except (ContextLengthExceededError, TooManyImagesError) as error:
@@ -146,6 +150,7 @@ class Responder:
         transcript = Transcript(
             turn.id,
             request.head,
+            calling=request.calling,
             prefill=request.prefill,
             logprobs=request.params.logprobs is not None,
         )

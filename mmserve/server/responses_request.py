@@ -13,15 +13,15 @@ from typing import Any
 from mmserve.errors import RequestError
 from mmserve.prompt import ROLES, TextPart
 from mmserve.request import SamplingParams
+from mmserve.server.calling import Calling, call_text, parse_calling
 from mmserve.server.content import Content, parse_content
 from mmserve.server.engine_face import ModelInfo
 from mmserve.server.errors import MissingParameterError, UnsupportedParameterError
 from mmserve.server.fields import Fields, as_object, as_text, wrong_type
+from mmserve.server.formats import Format, constrain, parse_format
 from mmserve.server.sampling import (
     MAX_TOP_LOGPROBS,
     check_model,
-    check_text_format,
-    check_tools,
     parse_sampling,
     text_only,
     unsupported,
@@ -52,6 +52,7 @@ class ResponseRequest:
     instructions: str | None
     previous_response_id: str | None
     params: SamplingParams
+    calling: Calling
     head: dict[str, Any]
     store: bool
     stream: bool
@@ -73,11 +74,11 @@ def _message_item(item: Fields) -> InputItem:
     return InputItem(_id(item, "msg"), role, content)
 
 
-def _call_item(item: Fields) -> InputItem:
+def _call_item(item: Fields, info: ModelInfo) -> InputItem:
     name, arguments = item.text("name") or "", item.text("arguments") or ""
     call = {"type": "function_call", "call_id": item.text("call_id") or ""}
     call |= {"name": name, "arguments": arguments}
-    text = TextPart(f"{name}({arguments})")
+    text = TextPart(call_text(info, name, arguments))
     return InputItem(_id(item, "fc"), "assistant", (text,), call)
 
 
@@ -88,7 +89,7 @@ def _call_output_item(item: Fields) -> InputItem:
     return InputItem(_id(item, "fco"), "tool", content, call)
 
 
-def _item(value: Any, param: str) -> InputItem | None:
+def _item(value: Any, param: str, info: ModelInfo) -> InputItem | None:
     item = Fields(as_object(value, param), param)
     kind = item.get("type")
     if kind is None and item.get("role") is None and item.get("id") is not None:
@@ -97,7 +98,7 @@ def _item(value: Any, param: str) -> InputItem | None:
         item.required("role")
         return _message_item(item)
     if kind == "function_call":
-        return _call_item(item)
+        return _call_item(item, info)
     if kind == "function_call_output":
         return _call_output_item(item)
     if kind == "item_reference":
@@ -110,7 +111,7 @@ def _item(value: Any, param: str) -> InputItem | None:
     )
 
 
-def parse_input(fields: Fields) -> tuple[InputItem, ...]:
+def parse_input(fields: Fields, info: ModelInfo) -> tuple[InputItem, ...]:
     """`input` as a string or an array of items."""
     value = fields.get("input")
     if value is None:
@@ -122,7 +123,7 @@ def parse_input(fields: Fields) -> tuple[InputItem, ...]:
         return (InputItem(new_id("msg"), "user", (TextPart(text),)),)
     if not isinstance(value, list):
         raise wrong_type(value, "a string or an array of items", "input")
-    items = [_item(item, f"input[{i}]") for i, item in enumerate(value)]
+    items = [_item(item, f"input[{i}]", info) for i, item in enumerate(value)]
     return tuple(item for item in items if item is not None)
 
 
@@ -140,7 +141,9 @@ def _instructions(fields: Fields) -> str | None:
     raise wrong_type(value, "a string", "instructions")
 
 
-def _head(fields: Fields, params: SamplingParams, info: ModelInfo) -> dict[str, Any]:
+def _head(
+    fields: Fields, params: SamplingParams, info: ModelInfo, calling: Calling, format: Format
+) -> dict[str, Any]:
     return {
         "created_at": int(time.time()),
         "model": info.name,
@@ -152,9 +155,9 @@ def _head(fields: Fields, params: SamplingParams, info: ModelInfo) -> dict[str, 
         "reasoning": {"effort": None, "summary": None},
         "store": fields.flag("store", True),
         "temperature": params.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
+        "text": {"format": format.echo or {"type": "text"}},
+        "tool_choice": calling.choice_json,
+        "tools": list(calling.tools_json),
         "top_p": params.top_p,
         "truncation": fields.choice("truncation", ("auto", "disabled"), "disabled"),
         "metadata": fields.metadata(),
@@ -178,13 +181,19 @@ def parse_response_request(body: dict[str, Any], info: ModelInfo) -> ResponseReq
     check_model(fields, info)
     _check_conversation(fields)
     text_only(fields)
-    check_tools(fields)
-    check_text_format(fields.object("text"), "format")
+    format = parse_format(fields, fields.object("text"), "format")
+    calling = parse_calling(fields, info, formatted=format.constraint is not None)
     unsupported(fields, "prompt", "context_management")
-    params = parse_sampling(fields, info, limits=("max_output_tokens",), logprobs=_logprobs(fields))
+    params = parse_sampling(
+        fields,
+        info,
+        limits=("max_output_tokens",),
+        logprobs=_logprobs(fields),
+        constraint=constrain(format, calling),
+    )
     prewarm = fields.object("prompt_cache_options").get("prewarm") is True
-    items = parse_input(fields)
-    head = _head(fields, params, info)
+    items = parse_input(fields, info)
+    head = _head(fields, params, info, calling, format)
     if not items and head["previous_response_id"] is None:
         raise MissingParameterError("'input' is required.", param="input")
     return ResponseRequest(
@@ -192,6 +201,7 @@ def parse_response_request(body: dict[str, Any], info: ModelInfo) -> ResponseReq
         instructions=head["instructions"],
         previous_response_id=head["previous_response_id"],
         params=params,
+        calling=calling,
         head=head,
         store=head["store"],
         stream=fields.flag("stream"),

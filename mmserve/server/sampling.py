@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from mmserve.errors import RequestError
-from mmserve.request import SamplingParams
+from mmserve.request import Constraint, SamplingParams
 from mmserve.server.engine_face import ModelInfo
 from mmserve.server.errors import NotFoundError, UnsupportedParameterError
-from mmserve.server.fields import Fields, as_list, as_object, as_text, wrong_type
+from mmserve.server.fields import Fields, as_list, as_text, wrong_type
 
 MAX_INT = 2**31 - 1
 MAX_STOPS = 4
@@ -26,30 +26,6 @@ def check_model(fields: Fields, info: ModelInfo) -> None:
             f"The model '{name[:200]}' does not exist; this server has '{info.name}'.",
             param="model",
             code="model_not_found",
-        )
-
-
-def check_tools(fields: Fields) -> None:
-    """Function tools are ignored until a call is demanded; hosted tools are refused."""
-    for index, tool in enumerate(fields.list("tools")):
-        param = f"{fields.param('tools')}[{index}]"
-        kind = as_object(tool, param).get("type")
-        if kind not in ("function", "custom"):
-            raise UnsupportedParameterError(
-                f"This server has no hosted tool '{str(kind)[:100]}'.", param=f"{param}.type"
-            )
-    for name in ("tool_choice", "function_call"):
-        choice = fields.get(name)
-        if choice not in (None, "none", "auto"):
-            raise UnsupportedParameterError("This model cannot call tools.", param=name)
-
-
-def check_text_format(fields: Fields, name: str) -> None:
-    """Only plain text is produced."""
-    kind = fields.object(name).get("type")
-    if kind not in (None, "text"):
-        raise UnsupportedParameterError(
-            "This server produces plain text only.", param=f"{fields.param(name)}.type"
         )
 
 
@@ -102,9 +78,14 @@ def _or(value: float | None, default: float) -> float:
 
 
 def parse_sampling(
-    fields: Fields, info: ModelInfo, *, limits: tuple[str, ...], logprobs: int | None
+    fields: Fields,
+    info: ModelInfo,
+    *,
+    limits: tuple[str, ...],
+    logprobs: int | None,
+    constraint: Constraint | None = None,
 ) -> SamplingParams:
-    """`limits` names the length fields, the stronger first; `logprobs` was read by the surface."""
+    """`limits` names the length fields, the stronger first; the rest was read by the surface."""
     top_k = fields.integer("top_k", -1, MAX_INT)
     return SamplingParams(
         max_tokens=_max_tokens(fields, limits),
@@ -121,6 +102,7 @@ def parse_sampling(
         stop_token_ids=_token_ids(fields, "stop_token_ids"),
         ignore_eos=fields.flag("ignore_eos"),
         logprobs=logprobs,
+        constraint=constraint,
     )
 
 

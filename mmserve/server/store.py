@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmserve.config import MIB, ServerConfig
@@ -18,6 +18,7 @@ from mmserve.server.blobs import Blob, BlobStore
 from mmserve.server.errors import NotFoundError
 from mmserve.server.images import data_url
 from mmserve.server.job import Job
+from mmserve.server.transcript import Transcript, function_call_json
 
 LOG_BUDGET = 64 * MIB  # bytes of finished responses' event logs, all together
 
@@ -49,6 +50,10 @@ class Item:
     parts: tuple[TextPart | StoredImage, ...]
     token_ids: tuple[int, ...] | None = None
     call: dict[str, Any] | None = None  # the JSON of a function call or its output
+
+    @property
+    def is_call(self) -> bool:
+        return self.call is not None and self.role == "assistant"
 
     @property
     def images(self) -> list[StoredImage]:
@@ -97,17 +102,21 @@ class Entry:
 
 
 async def render(entries: Iterable[Entry], instructions: str | None) -> list[Message]:
-    """A history as messages; a user turn that was prefilled in pieces is one message again."""
+    """A history as messages; a user turn that was prefilled in pieces is one message again, and
+    so is what an answer said and called."""
     messages: list[Message] = []
     if instructions:
         messages.append(Message("system", (TextPart(instructions),)))
     was_open = False
     for entry in entries:
         parts = await entry.item.message_parts(entry.old)
-        if was_open and entry.item.role == messages[-1].role == "user":
-            messages[-1] = Message("user", messages[-1].parts + parts)
+        role = entry.item.role
+        # A call belongs to the assistant's turn that it was made in.
+        continues = was_open if role == "user" else role == "assistant" and entry.item.is_call
+        if continues and messages and messages[-1].role == role:
+            messages[-1] = Message(role, messages[-1].parts + parts)
         else:
-            messages.append(Message(entry.item.role, parts))
+            messages.append(Message(role, parts))
         was_open = entry.open
     return messages
 
@@ -124,7 +133,8 @@ class Turn:
     prefill: bool = False
     expires_at: float = 0.0
     job: Job | None = None  # until its log is evicted
-    output: Item | None = None
+    outputs: tuple[Item, ...] = ()
+    spoken: tuple[Item, ...] = ()  # the outputs as a history shows them: one item, its exact tokens
     response: dict[str, Any] | None = None  # once ended
 
     def current(self) -> dict[str, Any]:
@@ -144,13 +154,13 @@ class Turn:
         transcript = self.job.transcript
         self.response = transcript.response()
         if not self.prefill and transcript.status != "failed":
-            answer = transcript.answer
-            self.output = Item(
-                transcript.message_id,
-                "assistant",
-                (TextPart(answer.text),),
-                answer.spliceable_tokens(),
-            )
+            self.outputs = _outputs(transcript)
+            tokens = transcript.answer.spliceable_tokens()
+            self.spoken = self.outputs
+            if tokens is not None and self.outputs:
+                self.spoken = (replace(self.outputs[0], token_ids=tokens, call=None),)
+                if len(self.outputs) == 1 and self.outputs[0].call is None:
+                    self.outputs = self.spoken
 
     def history(self) -> list[Entry]:
         """Everything up to and including this turn, oldest first."""
@@ -162,11 +172,23 @@ class Turn:
         entries = list(chain[-1].carried)
         for turn in reversed(chain):
             entries += [Entry(item) for item in turn.items]
-            if turn.output is not None:
-                entries.append(Entry(turn.output))
+            if turn.spoken:
+                entries += [Entry(item) for item in turn.spoken]
             elif turn.prefill and entries:
                 entries[-1] = Entry(entries[-1].item, open=True)
         return entries
+
+
+def _outputs(transcript: Transcript) -> tuple[Item, ...]:
+    """What was said, if anything, and each call."""
+    answer, format = transcript.answer, transcript.calling.format
+    said = Item(transcript.message_id, "assistant", (TextPart(answer.text),))
+    items = [said] if answer.text or not answer.calls else []
+    for id, call in zip(transcript.call_ids, answer.calls, strict=True):
+        assert format is not None
+        text = TextPart(format.call(call.name, call.arguments))
+        items.append(Item(id, "assistant", (text,), call=function_call_json(call)))
+    return tuple(items)
 
 
 @dataclass
@@ -198,8 +220,7 @@ class ResponseStore:
         if turn.id not in self._turns:
             return
         assert turn.job is not None
-        if turn.output is not None:
-            self._index(turn.owner, (turn.output,))
+        self._index(turn.owner, turn.outputs)
         self._logs[turn.id] = turn
         self._log_bytes += turn.job.log.num_bytes
         while self._log_bytes > LOG_BUDGET:
@@ -234,7 +255,7 @@ class ResponseStore:
     def remove(self, id: str) -> None:
         """Forget a turn; turns that continue it keep what they need of it."""
         turn = self._turns.pop(id)
-        for item in (*turn.items, *([turn.output] if turn.output else ())):
+        for item in (*turn.items, *turn.outputs):
             self._items.pop((turn.owner, item.id), None)
         self._forget_log(id)
 

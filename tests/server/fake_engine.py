@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from mmserve.errors import (
 )
 from mmserve.prompt import ImagePart, Message, Prompt, TextPart, TokensPart
 from mmserve.request import (
+    Constraint,
     FinishReason,
     ImageInput,
     ImageSegment,
@@ -38,6 +39,7 @@ from mmserve.request import (
     TokenLogprob,
     Usage,
 )
+from mmserve.tools import HERMES, ToolFormat
 
 IMAGE_TOKENS = 16
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -52,6 +54,7 @@ class FakeInfo:
     image_limits: ImageLimits = ImageLimits(max_bytes=1024 * 1024, max_images=8)
     created: int = 1_790_000_000
     default_temperature: float = 0.0
+    tool_format: ToolFormat | None = HERMES
 
 
 class FakeMetrics:
@@ -157,6 +160,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     prompts: list[list[Any]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
+    prepared: list[tuple[tuple[Any, ...], Constraint | None]] = field(default_factory=list)
     _last: dict[int, tuple[Prompt, list[Message]]] = field(default_factory=dict, repr=False)
 
     async def start(self) -> None: ...
@@ -173,8 +177,16 @@ class FakeEngine:
         digest = hashlib.sha256(part.data).digest()
         return ImageSegment(ImageInput(digest, part.data, IMAGE_TOKENS))
 
-    async def prepare(self, messages: Sequence[Message], *, continue_final: bool = False) -> Prompt:
+    async def prepare(
+        self,
+        messages: Sequence[Message],
+        *,
+        continue_final: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        constraint: Constraint | None = None,
+    ) -> Prompt:
         self.num_prepared += 1
+        self.prepared.append((tuple(tools), constraint))
         await asyncio.sleep(0)
         segments: list[Segment] = []
         for message in messages:

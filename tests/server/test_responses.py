@@ -410,7 +410,7 @@ BAD = [
         "input[0].content[0]",
     ),
     ({"input": "x", "max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
-    ({"input": "x", "text": {"format": {"type": "json_object"}}}, "unsupported_parameter", None),
+    ({"input": "x", "text": {"format": {"type": "yaml"}}}, "invalid_value", None),
     ({"input": "x", "tools": [{"type": "image_generation"}]}, "unsupported_parameter", None),
     ({"input": "x", "conversation": "c"}, "unsupported_parameter", "conversation"),
     (
