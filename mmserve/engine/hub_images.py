@@ -82,7 +82,6 @@ class ProcessorPipeline:
         self._settings_id = preprocess.fingerprint(
             ("settings", settings_id),
             ("processor", processor.to_json_string().encode()),
-            ("image processor", processor.image_processor.to_json_string().encode()),
             ("transformers", transformers.__version__.encode()),
         )
         probe = Image.new("RGB", (96, 64), "grey")
@@ -127,7 +126,7 @@ class ProcessorPipeline:
             alone=alone if self.counts_company else None,
         )
 
-    def inputs(self, image: ImageInput) -> Mapping[str, Any]:
+    def pixels(self, image: ImageInput) -> Mapping[str, Any]:
         """The processor's tensors; processes again if the KV was evicted after `prepare`."""
         if image.inputs is not None:
             found: Mapping[str, Any] = image.inputs
