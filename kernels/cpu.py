@@ -135,7 +135,7 @@ def rotate_store(
 def _read_scores(
     q: Floats, keys: Floats, pages: Ints, lo: int, hi: int, size: int, scores: Floats, at: int
 ) -> None:
-    """scores [G, at : at + hi - lo] of q [G, D] against keys lo : hi in pages of keys [slots, D]."""
+    """scores [G, at : at + hi - lo] of q [G, D] by the keys lo : hi in pages of keys [slots, D]."""
     for t in range(lo, hi):
         slot = pages[t // size] * size + t % size
         for g in range(q.shape[0]):
@@ -206,8 +206,7 @@ def row_attention(
     q, out [M, H, D]; text and vision: (K, V), each [Hkv, slots, D]. All else of a query is int64:
     it is number query[m] of sequence row[m], reads the tokens reads[m] = lo, hi in pages[row[m]],
     pages [B, P], and of the images n from images[m, 0] to images[m, 1] the tokens
-    image_reads[n, query[m]] = lo, hi in image_pages[n], [N, V]. cos, sin [N, D / 2]: the angle
-    -base.
+    image_reads[n, query[m]] = lo, hi in image_pages[n], [N, V]. cos, sin [N, D / 2]: of -base.
     """
     count, heads, dim = q.shape
     kv_heads = text[0].shape[0]

@@ -1,7 +1,7 @@
 """The elementwise steps between a layer's matrix products on a GPU, in Triton.
 
-Owns three kernels: residual + RMS norm, rotary + KV write, gated SiLU. Their plain statements are
-in mmserve.kernels.plain. Knows nothing of models or of the meaning of a slot. Everything is
+Owns four kernels: residual + RMS norm, rotary + KV write, KV write alone, gated SiLU. Their plain
+statements are in mmserve.kernels.plain. Knows nothing of models or requests. Everything is
 computed in float32 and rounded once, when written. Launches allocate nothing and read nothing back,
 so they can be captured; a row's bits do not depend on how many rows there are, because the shapes
 of programs follow from the row's width alone.
@@ -33,6 +33,24 @@ class HeadNorm(NamedTuple):
     eps: float
 
 
+class Turns(NamedTuple):
+    """By what tokens are rotated, in the half-split layout: token t by row places[t] of cos and
+    sin, or by row t where `places` is None.
+
+    cos, sin [N, at least D / 2] of any floating dtype, rows contiguous and equally far apart;
+    places [T] int32 or int64.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    places: Tensor | None = None
+
+    @classmethod
+    def by_table(cls, table: Tensor, positions: Tensor) -> Turns:
+        """`table` [positions, 2, D / 2] as `rope_table` makes it."""
+        return cls(table[:, 0], table[:, 1], positions)
+
+
 @triton.jit
 def _add_rms_norm(
     x, residual, weight, out, x_row, residual_row, out_row, eps,
@@ -58,20 +76,28 @@ def _add_rms_norm(
     tl.store(out + row * out_row + at, scaled.to(out.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def _place(slot, text, vision, head, text_head, vision_head, D: tl.constexpr):
+    """The first elements of slots [N] in a head of the pool that each names by its sign."""
+    in_text = text + head * text_head + slot * D
+    in_vision = vision + head * vision_head + (-2 - slot) * D
+    return tl.where(slot >= 0, in_text, in_vision)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_store(
-    qkv, table, positions, slots, q_out, k_pool, v_pool, q_weight, k_weight, eps, num_tokens,
-    qkv_row, q_row, k_head, k_page, k_token, v_head, v_page, v_token,
+    qkv, cos_rows, sin_rows, places, slots, q_out, k_text, v_text, k_vision, v_vision,
+    q_weight, k_weight, eps, num_tokens, qkv_row, turn_row, q_row, text_head, vision_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, CHAINED: tl.constexpr,
+    TILE: tl.constexpr, PLACED: tl.constexpr, NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """TILE tokens of one head. HALF is D / 2 padded to a power of two."""
     head = tl.program_id(0)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
-    kept = slot >= 0
     dim = tl.arange(0, HALF)
-    ok = kept[:, None] & (dim < D // 2)[None, :]
+    ok = (token < num_tokens)[:, None] & (dim < D // 2)[None, :]
+    stored = ok & (slot != -1)[:, None]
     row = token.to(tl.int64)
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -91,10 +117,12 @@ def _rotate_store(
                 factor
                 * tl.load(weight + D // 2 + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
             )
-        position = tl.load(positions + token, mask=kept, other=0).to(tl.int64)
-        angle = table + position[:, None] * D + dim[None, :]
-        cos = tl.load(angle, mask=ok, other=1.0)
-        sin = tl.load(angle + D // 2, mask=ok, other=0.0)
+        place = row
+        if PLACED:
+            place = tl.load(places + token, mask=token < num_tokens, other=0).to(tl.int64)
+        turn = place[:, None] * turn_row + dim[None, :]
+        cos = tl.load(cos_rows + turn, mask=ok, other=1.0).to(tl.float32)
+        sin = tl.load(sin_rows + turn, mask=ok, other=0.0).to(tl.float32)
         x = a * cos - b * sin
         y = b * cos + a * sin
         if head < HEADS:
@@ -102,16 +130,40 @@ def _rotate_store(
             tl.store(target, x.to(q_out.dtype.element_ty), mask=ok)
             tl.store(target + D // 2, y.to(q_out.dtype.element_ty), mask=ok)
         else:
-            place = (head - HEADS) * k_head + (slot // PAGE) * k_page + (slot % PAGE) * k_token
-            target = k_pool + place[:, None] + dim[None, :]
-            tl.store(target, x.to(k_pool.dtype.element_ty), mask=ok)
-            tl.store(target + D // 2, y.to(k_pool.dtype.element_ty), mask=ok)
+            target = _place(slot, k_text, k_vision, head - HEADS, text_head, vision_head, D)
+            target = target[:, None] + dim[None, :]
+            tl.store(target, x.to(k_text.dtype.element_ty), mask=stored)
+            tl.store(target + D // 2, y.to(k_text.dtype.element_ty), mask=stored)
     else:
         index = head - HEADS - KV_HEADS
-        place = index * v_head + (slot // PAGE) * v_page + (slot % PAGE) * v_token
-        target = v_pool + place[:, None] + dim[None, :]
-        tl.store(target, first.to(v_pool.dtype.element_ty), mask=ok)
-        tl.store(target + D // 2, second.to(v_pool.dtype.element_ty), mask=ok)
+        target = _place(slot, v_text, v_vision, index, text_head, vision_head, D)
+        target = target[:, None] + dim[None, :]
+        tl.store(target, first.to(v_text.dtype.element_ty), mask=stored)
+        tl.store(target + D // 2, second.to(v_text.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _store(
+    k, v, slots, k_text, v_text, k_vision, v_vision, num_tokens, k_row, k_own_head, v_row,
+    v_own_head, text_head, vision_head,
+    D: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """TILE tokens of one head. WIDE is D padded to a power of two."""
+    head = tl.program_id(0)
+    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    dim = tl.arange(0, WIDE)
+    stored = (slot != -1)[:, None] & (dim < D)[None, :]
+    row = token.to(tl.int64)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    keys = tl.load(k + (row * k_row + head * k_own_head)[:, None] + dim[None, :], mask=stored)
+    values = tl.load(v + (row * v_row + head * v_own_head)[:, None] + dim[None, :], mask=stored)
+    target = _place(slot, k_text, k_vision, head, text_head, vision_head, D)
+    tl.store(target[:, None] + dim[None, :], keys.to(k_text.dtype.element_ty), mask=stored)
+    target = _place(slot, v_text, v_vision, head, text_head, vision_head, D)
+    tl.store(target[:, None] + dim[None, :], values.to(v_text.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -156,38 +208,66 @@ def add_rms_norm(
 
 def rotate_store(
     qkv: Tensor,
-    table: Tensor,
-    positions: Tensor,
+    turns: Turns,
     slots: Tensor,
     q_out: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
+    text: tuple[Tensor, Tensor],
+    vision: tuple[Tensor, Tensor],
     norm: HeadNorm | None = None,
 ) -> None:
-    """From packed q, k, v to rotated q and stored k, v; rows with a negative slot write nothing.
+    """From packed q, k, v to rotated q and stored k, v.
 
-    qkv [T, (H + 2 Hkv) D], rows contiguous; table float32 [positions, 2, D / 2] as `rope_table`
-    makes it, of which row positions[t] turns token t in the half-split layout; positions and
-    slots [T] int32 or int64, slot = page * page_size + offset; q_out [T, H, D], heads contiguous;
-    pools [Hkv, pages, page_size, D] of any strides but the last. With `norm` every head of q and
-    k is normalised before it is turned.
+    qkv [T, (H + 2 Hkv) D], rows contiguous; slots [T] int32 or int64 as an `AttentionPlan` names
+    them: page * page_size + offset in text, a `vision_slot` or NOWHERE; q_out [T, H, D], heads
+    contiguous; text, vision: (K, V), each [Hkv, pages, page_size, D], a head's pages contiguous.
+    With `norm` every head of q and k is normalised before it is turned.
     """
     num_tokens, heads, dim = q_out.shape
-    kv_heads, _, page_size, _ = k_pool.shape
+    kv_heads = text[0].shape[0]
     assert qkv.shape == (num_tokens, (heads + 2 * kv_heads) * dim) and dim % 2 == 0
-    assert qkv.stride(1) == 1 and q_out.stride()[1:] == (dim, 1) and table.is_contiguous()
-    assert k_pool.stride(3) == 1 and v_pool.stride(3) == 1 and v_pool.shape == k_pool.shape
+    assert qkv.stride(1) == 1 and q_out.stride()[1:] == (dim, 1)
+    cos, sin, places = turns
+    assert cos.stride() == sin.stride() == (cos.stride(0), 1) and cos.shape[1] >= dim // 2
+    strides = _head_strides(text, vision)
     if num_tokens == 0:
         return
-    q_weight, k_weight, eps = norm or (table, table, 0.0)
-    # Heads first: programs that run together share the rows of `table`.
+    q_weight, k_weight, eps = norm or (cos, cos, 0.0)
+    # Heads first: programs that run together share the rows of cos and sin.
     _rotate_store[(heads + 2 * kv_heads, triton.cdiv(num_tokens, TOKENS))](
-        qkv, table, positions, slots, q_out, k_pool, v_pool, q_weight, k_weight, eps, num_tokens,
-        qkv.stride(0), q_out.stride(0), *k_pool.stride()[:3], *v_pool.stride()[:3],
+        qkv, cos, sin, slots if places is None else places, slots, q_out, *text, *vision,
+        q_weight, k_weight, eps, num_tokens, qkv.stride(0), cos.stride(0), q_out.stride(0),
+        *strides,
         HEADS=heads, KV_HEADS=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2),
-        PAGE=page_size, TILE=TOKENS, NORM=norm is not None, num_warps=1,
+        TILE=TOKENS, PLACED=places is not None, NORM=norm is not None, num_warps=1,
         **chained(qkv.device),
     )  # fmt: skip
+
+
+def store(
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    text: tuple[Tensor, Tensor],
+    vision: tuple[Tensor, Tensor],
+) -> None:
+    """Store k and v [T, Hkv, D], whose last dimension is contiguous; the rest as above."""
+    num_tokens, heads, dim = k.shape
+    assert k.shape == v.shape and k.stride(2) == v.stride(2) == 1
+    strides = _head_strides(text, vision)
+    if num_tokens == 0:
+        return
+    _store[(heads, triton.cdiv(num_tokens, TOKENS))](
+        k, v, slots, *text, *vision, num_tokens, *k.stride()[:2], *v.stride()[:2], *strides,
+        D=dim, WIDE=triton.next_power_of_2(dim), TILE=TOKENS, num_warps=1, **chained(k.device),
+    )  # fmt: skip
+
+
+def _head_strides(text: tuple[Tensor, Tensor], vision: tuple[Tensor, Tensor]) -> tuple[int, int]:
+    """From head to head in either pool, each (K, V)."""
+    for k, v in (text, vision):
+        size, dim = k.shape[2:]
+        assert k.stride()[1:] == (size * dim, dim, 1) and v.stride() == k.stride()
+    return text[0].stride(0), vision[0].stride(0)
 
 
 def silu_mul(both: Tensor, out: Tensor) -> None:

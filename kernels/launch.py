@@ -6,6 +6,7 @@ captured. No torch and no Triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mmserve.kernels.work import WorkTables
@@ -28,12 +29,18 @@ class Launch(NamedTuple):
 
     @classmethod
     def of(
-        cls, tables: WorkTables, kv_heads: int, processors: int, *, deterministic: bool = False
+        cls,
+        sets: Sequence[WorkTables],
+        kv_heads: int,
+        processors: int,
+        *,
+        deterministic: bool = False,
     ) -> Launch:
-        """The launch of these tables on a device of so many processors.
+        """The one launch that serves every set of a step on a device of so many processors.
 
         `deterministic`: nothing that bits depend on follows from how much work there is.
         """
+        small, large = max(s.small for s in sets), max(s.large for s in sets)
 
         def programs(items: int) -> int:
             if not items:
@@ -41,11 +48,11 @@ class Launch(NamedTuple):
             full = items * kv_heads > processors
             return processors * PROGRAMS_PER_PROCESSOR if full else processors
 
-        merges = tables.num_slots + tables.small > 0
+        merges = small + max(s.num_slots for s in sets) > 0
         return cls(
-            programs(tables.small),
-            programs(tables.large),
+            programs(small),
+            programs(large),
             (1 if deterministic else PARTS_AT_ONCE) if merges else 0,
-            tables.tile_rows,
-            tables.small * kv_heads <= processors and not deterministic,
+            sets[0].tile_rows,
+            small * kv_heads <= processors and not deterministic,
         )

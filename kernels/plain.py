@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmserve.kernels.reference import rotate
+from mmserve.kernels.reference import AttentionPlan, rotate, write_step
 
 
 def add_rms_norm(
@@ -25,29 +25,38 @@ def add_rms_norm(
 
 def rotate_store(
     qkv: Tensor,
-    table: Tensor,
-    positions: Tensor,
+    turns: tuple[Tensor, Tensor, Tensor | None],
     slots: Tensor,
     q_out: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
+    text: tuple[Tensor, Tensor],
+    vision: tuple[Tensor, Tensor],
     norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
     """Rotated q and stored k, v from packed qkv [T, (H + 2 Hkv) D]; see `fused.rotate_store`."""
     _, heads, dim = q_out.shape
-    kv_heads, _, page_size, _ = k_pool.shape
-    kept = slots >= 0
-    rows = qkv[kept].view(-1, heads + 2 * kv_heads, dim).float()
+    kv_heads = text[0].shape[0]
+    rows = qkv.view(-1, heads + 2 * kv_heads, dim).float()
     q, k, v = rows[:, :heads], rows[:, heads:-kv_heads], rows[:, -kv_heads:]
     if norm is not None:
         q_weight, k_weight, eps = norm
         q = functional.rms_norm(q, (dim,), q_weight.float(), eps)
         k = functional.rms_norm(k, (dim,), k_weight.float(), eps)
-    cos, sin = table[positions[kept].long()].unsqueeze(2).unbind(1)  # [K, 1, D / 2]
-    q_out[kept] = rotate(q, cos, sin).to(q_out.dtype)
-    page, offset = slots[kept].long() // page_size, slots[kept].long() % page_size
-    k_pool[:, page, offset] = rotate(k, cos, sin).transpose(0, 1).to(k_pool.dtype)
-    v_pool[:, page, offset] = v.transpose(0, 1).to(v_pool.dtype)
+    turn = slice(len(qkv)) if turns[2] is None else turns[2].long()
+    cos, sin = (part[turn, None, : dim // 2].float() for part in turns[:2])  # [T, 1, D / 2]
+    q_out.copy_(rotate(q, cos, sin))
+    store(rotate(k, cos, sin), v, slots, text, vision)
+
+
+def store(
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    text: tuple[Tensor, Tensor],
+    vision: tuple[Tensor, Tensor],
+) -> None:
+    """k and v [T, Hkv, D] at the slots of either pool; see `fused.store`."""
+    none = torch.zeros(0, device=k.device)
+    write_step(AttentionPlan(slots.long(), none, none, ()), text, vision, k, v)
 
 
 def silu_mul(both: Tensor, out: Tensor) -> None:

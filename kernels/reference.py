@@ -44,7 +44,8 @@ class QueryGroup:
     `image_pages` [N, V] int64 (padded with 0), `image_len` [N] int64 tokens, `image_first` [N] the
     visual index of the first one, `image_row` [N] the sequence, `image_slot` [N] its place among
     the B * max_images slots, `cos`, `sin` [N, D/2] float32 of the angle -base (0 where keys are
-    rotated as the sequence counts).
+    rotated as the sequence counts). `sink_tokens` [B] int64 (None: 0): how many of the first text
+    tokens every query reads, too, where they are before its lo.
     """
 
     start: int
@@ -63,6 +64,7 @@ class QueryGroup:
     cos: Tensor
     sin: Tensor
     max_images: int
+    sink_tokens: Tensor | None = None
 
     @cached_property
     def image_lo(self) -> Tensor:
@@ -78,6 +80,7 @@ class QueryGroup:
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
         """What `cpu.row_attention` reads between the pools and the scale, as numpy views."""
+        assert self.sink_tokens is None or not self.sink_tokens.any(), "it reads intervals alone"
         row = torch.arange(self.num_seqs).repeat_interleave(self.num_queries)
         query = torch.arange(self.num_queries).repeat(self.num_seqs)
         reads = torch.stack((self.lo.flatten(), self.hi.flatten()), 1)
@@ -206,6 +209,8 @@ def group_attention(
         k, v = (read_pages(pool, group.pages) for pool in text)
         index = torch.arange(k.shape[2], device=q.device)
         mask = (index >= group.lo[..., None]) & (index < group.hi[..., None])
+        if group.sink_tokens is not None:
+            mask |= (index < group.lo[..., None]) & (index < group.sink_tokens[:, None, None])
         out, lse = attend(q, k, v, mask, scale, softcap)
         parts.append((out[:, None], lse[:, None]))
     if len(group.image_row):

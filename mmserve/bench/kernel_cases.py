@@ -27,6 +27,7 @@ from mmserve.kernels import attention, sampling, work
 from mmserve.kernels.gemv import gemv
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.reference import rope_table
+from mmserve.kernels.work_builder import WorkBuilder
 from mmserve.model.cuda_layer import BACKENDS
 
 Call = Callable[[], object]
@@ -190,7 +191,7 @@ class KernelCases:
         counts = [-(-length // page) for length in decode.lengths]
         pages = self._shuffled(counts)
         readers = [
-            work.Reader(row, 1, length, mine)
+            work.Reader(row, 1, (0, length, 0, 0), mine)
             for row, (length, mine) in enumerate(zip(decode.lengths, pages, strict=True))
         ]
         step = self._step(heads, readers)
@@ -203,10 +204,11 @@ class KernelCases:
         private, each = -(-c.private // page), -(-c.image_tokens // page)
         own_pages = self._shuffled([private] * c.sessions)
         images = tuple(
-            work.ImagePart(i, pages, c.image_tokens, i * c.image_tokens, 0)
+            work.ImagePart(i, pages, c.image_tokens, i * c.image_tokens, i * c.image_tokens)
             for i, pages in enumerate(self._shuffled([each] * c.images))
         )
-        readers = [work.Reader(i, 1, c.private, own, images) for i, own in enumerate(own_pages)]
+        reads = (0, c.private, 0, c.images * c.image_tokens)
+        readers = [work.Reader(i, 1, reads, own, images) for i, own in enumerate(own_pages)]
         own = self._random(2, c.heads.kv, private * c.sessions, page, c.heads.dim)
         vision = self._random(2, c.heads.kv, each * c.images, page, c.heads.dim)
         shared = self._step(c.heads, readers)
@@ -249,7 +251,7 @@ class KernelCases:
     def _paged(self, count: int) -> Call:
         heads, page = self.plan.prefill_heads, self.plan.page
         (pages,) = self._shuffled([-(-count // page)])
-        step = self._step(heads, [work.Reader(0, count, 1, pages)], long=True)
+        step = self._step(heads, [work.Reader(0, count, work.causal(0, count), pages)], long=True)
         own = self._random(2, heads.kv, len(pages), page, heads.dim)
         return partial(step.read, own, own)
 
@@ -257,20 +259,20 @@ class KernelCases:
         self, heads: Heads, readers: list[work.Reader], *, share: bool = True, long: bool = False
     ) -> Step:
         """Launched as the runner launches it."""
-        builder = work.WorkBuilder(heads.query // heads.kv)
-        num_rows = sum(reader.count for reader in readers)
+        builder = WorkBuilder(heads.query // heads.kv)
+        num_rows = sum(reader.num_queries for reader in readers)
         tables = builder.build(readers, num_rows, share=share, long=long)
         q = self._random(num_rows, heads.query, heads.dim)
-        last = max((i.base for r in readers for i in r.images), default=0)
+        last = max((i.base or 0 for r in readers for i in r.images), default=0)
         return Step(
             q=q,
             out=torch.empty_like(q),
-            tables=torch.from_numpy(tables.array).to(self.device),
+            tables=torch.from_numpy(work.join([tables])).to(self.device),
             rope=rope_table(last + 1, heads.dim, THETA).to(self.device),
             scratch=attention.Scratch(
                 max(tables.num_slots, 1), heads.query, heads.dim, self.device
             ),
-            launch=Launch.of(tables, heads.kv, self.processors),
+            launch=Launch.of([tables], heads.kv, self.processors),
         )
 
     # -- products and choices -------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_a_step_reads_the_tokens_of_its_own_pages() -> None:
     """Values all the same number: so is their mean, wherever the pages lie."""
     every = cases()
     (pages,) = every._shuffled([3])
-    step = every._step(HEADS, [work.Reader(0, 1, 40, pages)])
+    step = every._step(HEADS, [work.Reader(0, 1, (0, 40, 0, 0), pages)])
     pool = torch.randn(2, 2, 3, 16, 16)
     pool[1] = 7.0
     step.read(pool, pool)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmserve.kernels.reference import AttentionPlan, QueryGroup, rope_table, rotate
+from mmserve.kernels.reference import AttentionPlan, QueryGroup, rotate
 
 THETA = 10_000.0
 
@@ -25,13 +25,15 @@ class Row:
     """One sequence: `length` text tokens and images (text index before which each stands, tokens).
 
     Its queries are the last ones. `whole`: every query reads the whole text. `reads`: text [lo, hi)
-    and visual [lo, hi) of each query, where it is not simply what stands before it.
+    and visual [lo, hi) of each query, where it is not simply what stands before it. `sink_tokens`:
+    so many of the first text tokens are read, too.
     """
 
     length: int
     images: tuple[tuple[int, int], ...] = ()
     whole: bool = False
     reads: tuple[tuple[int, int, int, int], ...] = ()
+    sink_tokens: int = 0
 
     def read_by(self, text_index: int, query: int) -> tuple[int, int, int, int]:
         if self.reads:
@@ -42,10 +44,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Shape:
+    """`in_context`: images' keys are rotated as the sequence counts. `origin`: the position of a
+    sequence's first token. `learned`: heads have learned sinks."""
+
     kv_heads: int = 2
     group: int = 3
     dim: int = 16
     page: int = 16
+    in_context: bool = False
+    origin: int = 0
+    softcap: float | None = None
+    learned: bool = False
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
 
 
 @dataclass
@@ -72,12 +85,13 @@ class _Lists:
     owners: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
-    bases: list[int] = field(default_factory=list)
+    bases: list[int | None] = field(default_factory=list)
 
 
 @dataclass
 class Scene:
-    """`groups`: (queries a sequence, its sequences). `text`, `vision`: (K, V) pools."""
+    """`groups`: (queries a sequence, its sequences). `text`, `vision`: (K, V) pools. `bases`: by
+    group the positions that queries are turned back by before images, None: they are not."""
 
     shape: Shape
     groups: list[tuple[int, list[Row]]]
@@ -87,6 +101,8 @@ class Scene:
     q: Tensor = field(init=False)  # [T, H, D] rotated at absolute positions
     plan: AttentionPlan = field(init=False)
     expected: Tensor = field(init=False)  # [T, H, D] float64
+    sinks: Tensor | None = field(init=False)  # [H]
+    bases: list[list[int | None]] = field(init=False)
 
     @property
     def scale(self) -> float:
@@ -100,8 +116,8 @@ class Scene:
         # Whatever nobody wrote is loud: a kernel that reads it is far off.
         self.text, self.vision = self._pool(text), self._pool(images)
         self._text_pages, self._image_pages = self._pages(text), self._pages(images)
-        self.longest = max((r.length + sum(n for _, n in r.images) for r in rows), default=0)
-        self._table = rope_table(self.longest + 1, shape.dim, THETA)
+        self.sinks = self._randn(shape.heads) * 2 if shape.learned else None
+        self.bases = []
         queries: list[Tensor] = []
         answers: list[Tensor] = []
         groups = [self._group(q, rs, queries, answers) for q, rs in self.groups]
@@ -122,7 +138,7 @@ class Scene:
 
     def _turn(self, x: Tensor, positions: list[int]) -> Tensor:
         """x [T, heads, D] rotated at each token's position."""
-        cos, sin = self._table[torch.tensor(positions, dtype=torch.long)].unbind(1)
+        cos, sin = angles(positions, self.shape.dim)
         return rotate(x, cos[:, None], sin[:, None])
 
     def _group(
@@ -133,7 +149,8 @@ class Scene:
         group = _Lists()
         for b, row in enumerate(rows):
             self._row(group, b, most, num_queries, row, queries, answers)
-        cos, sin = self._table[torch.tensor(group.bases, dtype=torch.long)].unbind(1)
+        self.bases.append(group.bases)
+        cos, sin = angles([base or 0 for base in group.bases], self.shape.dim)
         reads = torch.tensor(group.reads)
         return QueryGroup(
             start=start,
@@ -152,6 +169,7 @@ class Scene:
             cos=cos,
             sin=-sin,
             max_images=most,
+            sink_tokens=torch.tensor([row.sink_tokens for row in rows]),
         )
 
     def _row(
@@ -167,7 +185,8 @@ class Scene:
         """Write sequence b's keys and values, ask its queries and answer them."""
         first = row.length - num_queries
         asked = range(first, row.length)
-        places = [i + sum(n for at, n in row.images if at <= i) for i in range(row.length)]
+        origin, in_context = self.shape.origin, self.shape.in_context
+        places = [origin + i + sum(n for at, n in row.images if at <= i) for i in range(row.length)]
         text, pages = self._keys(row.length, places, self.text, self._text_pages)
         group.pages.append(pages)
         reads = [row.read_by(i, n) for n, i in enumerate(asked)]
@@ -175,19 +194,21 @@ class Scene:
         visual: list[Key] = []
         before = 0
         for slot, (at, n) in enumerate(i for i in row.images if i[0] < row.length):
-            keys, pages = self._keys(n, range(n), self.vision, self._image_pages)
-            visual += [(at + before + p, k, v) for p, k, v in keys]
+            base = origin + at + before
+            stored_at = range(base, base + n) if in_context else range(n)
+            keys, pages = self._keys(n, stored_at, self.vision, self._image_pages)
+            visual += [(base + p, k, v) for p, (_, k, v) in enumerate(keys)]
             group.image_pages.append(pages)
             group.slots.append(b * most + slot)
             group.owners.append(b)
             group.lengths.append(n)
-            group.bases.append(at + before)
+            group.bases.append(None if in_context else base)
             group.firsts.append(before)
             before += n
-        q = self._randn(num_queries, self.shape.kv_heads * self.shape.group, self.shape.dim)
+        q = self._randn(num_queries, self.shape.heads, self.shape.dim)
         queries.append(self._turn(q, places[first:]))
         for i, (lo, hi, visual_lo, visual_hi) in zip(asked, reads, strict=True):
-            read = text[lo:hi] + visual[visual_lo:visual_hi]
+            read = text[: min(row.sink_tokens, lo)] + text[lo:hi] + visual[visual_lo:visual_hi]
             answers.append(self._answer(q[i - first], places[i], read)[None])
 
     def _keys(
@@ -209,8 +230,21 @@ class Scene:
         keys = turn(torch.stack([k for _, k, _ in read], 1).double(), positions)  # [Hkv, L, D]
         values = torch.stack([v for _, _, v in read], 1).double()
         asked = turn(q.double(), torch.tensor(at)).view(len(keys), -1, q.shape[1])
-        scores = asked @ keys.transpose(1, 2) * self.scale
-        return (torch.softmax(scores, -1) @ values).flatten(0, 1)
+        scores = asked @ keys.transpose(1, 2) * self.scale  # [Hkv, G, L]
+        if (cap := self.shape.softcap) is not None:
+            scores = cap * torch.tanh(scores / cap)
+        weights = scores.exp()
+        total = weights.sum(-1, keepdim=True)
+        if self.sinks is not None:
+            total += self.sinks.double().exp().view(len(keys), -1, 1)
+        return (weights / total @ values).flatten(0, 1)
+
+
+def angles(positions: Iterable[int], dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, D / 2] float32 of any positions."""
+    step = THETA ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angle = torch.tensor(list(positions), dtype=torch.float64)[:, None] * step
+    return angle.cos().float(), angle.sin().float()
 
 
 def turn(x: Tensor, positions: Tensor) -> Tensor:
@@ -228,13 +262,17 @@ def pad(rows: list[list[int]]) -> Tensor:
     return torch.tensor(filled, dtype=torch.long).view(len(rows), width)
 
 
-def shapes() -> st.SearchStrategy[Shape]:
+def shapes(*, extras: bool) -> st.SearchStrategy[Shape]:
+    """`extras`: capped scores and learned sinks."""
     return st.builds(
         Shape,
         kv_heads=st.integers(1, 3),
         group=st.integers(1, 4),
         dim=st.sampled_from([2, 6, 16]),
         page=st.sampled_from([1, 4, 16]),
+        in_context=st.booleans(),
+        softcap=st.sampled_from([None, 1.5]) if extras else st.none(),
+        learned=st.booleans() if extras else st.just(False),
     )
 
 
@@ -245,7 +283,8 @@ def lengths(page: int, least: int = 1) -> st.SearchStrategy[int]:
 
 
 @st.composite
-def rows(draw: st.DrawFn, page: int, num_queries: int) -> Row:
+def rows(draw: st.DrawFn, page: int, num_queries: int, *, extras: bool) -> Row:
+    """`extras`: the first tokens may be read, too."""
     length = draw(lengths(page, num_queries))
     places = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
     images = tuple((at, draw(lengths(page))) for at in places)
@@ -254,7 +293,7 @@ def rows(draw: st.DrawFn, page: int, num_queries: int) -> Row:
         return Row(length, images, whole=kind == "whole" and not images)
     visual = sum(n for at, n in images if at < length)
     reads = tuple((*draw(intervals(length)), *draw(intervals(visual))) for _ in range(num_queries))
-    return Row(length, images, reads=reads)
+    return Row(length, images, reads=reads, sink_tokens=draw(st.integers(0, 9)) if extras else 0)
 
 
 def intervals(end: int) -> st.SearchStrategy[tuple[int, int]]:
@@ -263,10 +302,13 @@ def intervals(end: int) -> st.SearchStrategy[tuple[int, int]]:
 
 
 @st.composite
-def scenes(draw: st.DrawFn, queries: st.SearchStrategy[int] | None = None) -> Scene:
-    shape = draw(shapes())
+def scenes(
+    draw: st.DrawFn, queries: st.SearchStrategy[int] | None = None, *, extras: bool = False
+) -> Scene:
+    shape = draw(shapes(extras=extras))
     groups = []
     for _ in range(draw(st.integers(1, 3))):
         count = draw(queries if queries is not None else st.integers(1, 9))
-        groups.append((count, draw(st.lists(rows(shape.page, count), min_size=1, max_size=3))))
+        of_one = rows(shape.page, count, extras=extras)
+        groups.append((count, draw(st.lists(of_one, min_size=1, max_size=3))))
     return Scene(shape, groups, draw(st.integers(0, 99)))

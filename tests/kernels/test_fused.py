@@ -4,6 +4,7 @@ interpreter."""
 from __future__ import annotations
 
 import os
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from mmserve.kernels import fused, plain
-from mmserve.kernels.reference import rope_table
+from mmserve.kernels.reference import NOWHERE, rope_table, vision_slot
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -117,28 +118,30 @@ class Turn:
         self.positions = torch.randint(0, 50, (count,), generator=generator).to(DEVICE, index)
         self.slots = torch.tensor(slots, dtype=index, device=DEVICE)
         self.table = rope_table(50, dim, 10_000.0).to(DEVICE)
+        self.turns: fused.Turns | None = None
         weights = randn(seed + 1, 2, dim).unbind(0)
         self.norm = fused.HeadNorm(weights[0], weights[1], 1e-6) if norm else None
         self.q = torch.full((count, q_heads, dim), UNTOUCHED, dtype=dtype, device=DEVICE)
-        # As in a pool: one layer of several, K beside V.
-        self.pools = torch.full((2, 2, kv_heads, 6, page, dim), UNTOUCHED, dtype=dtype)
-        self.pools = self.pools.to(DEVICE)
-
-    def outputs(self) -> tuple[Tensor, Tensor]:
-        return self.q.clone(), self.pools.clone()
-
-    def run(self, module: object) -> tuple[Tensor, Tensor]:
-        q, pools = self.outputs()
-        rotate_store = module.rotate_store  # type: ignore[attr-defined]
-        rotate_store(
-            self.qkv, self.table, self.positions, self.slots, q, pools[1, 0], pools[1, 1], self.norm
+        # As in pools: one layer of several, K beside V.
+        self.text, self.vision = (
+            torch.full((2, 2, kv_heads, pages, page, dim), UNTOUCHED, dtype=dtype, device=DEVICE)
+            for pages in (6, 5)
         )
-        return q, pools
+
+    def run(self, module: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q, text pool, vision pool."""
+        q, text, vision = self.q.clone(), self.text.clone(), self.vision.clone()
+        pools = (text[1, 0], text[1, 1]), (vision[1, 0], vision[1, 1])
+        turns = self.turns or fused.Turns.by_table(self.table, self.positions)
+        module.rotate_store(self.qkv, turns, self.slots, q, *pools, self.norm)
+        return q, text, vision
 
 
 @SOME
 @given(
-    slots=st.lists(st.integers(0, 17), max_size=9, unique=True),
+    slots=st.lists(
+        st.integers(vision_slot(14), 17).filter(lambda s: s != NOWHERE), max_size=9, unique=True
+    ),
     pads=st.integers(0, 3),
     heads=st.sampled_from([(4, 4), (4, 2), (7, 1), (1, 1)]),
     dim=st.sampled_from([64, 80, 96, 128, 256]),
@@ -161,7 +164,7 @@ def test_rotation_and_store_equal_their_plain_statement(
 ) -> None:
     turn = Turn(
         seed,
-        [*slots, *[-1] * pads],
+        [*slots, *[NOWHERE] * pads],
         heads=heads,
         dim=dim,
         page=page,
@@ -173,21 +176,59 @@ def test_rotation_and_store_equal_their_plain_statement(
         assert_close(actual, expected)
 
 
-def test_a_padding_row_writes_nothing() -> None:
-    turn = Turn(3, [-1, 5, -1, -1, -1, 0])
-    q, pools = turn.run(fused)
-    assert bool((q[[0, 2, 3, 4]] == UNTOUCHED).all())
-    assert bool((q[[1, 5]] != UNTOUCHED).all())
-    written = (pools != UNTOUCHED).any(-1).nonzero()
-    assert set(written[:, 0].tolist()) == {1}, "another layer was written"
-    assert {(page, offset) for *_, page, offset in written.tolist()} == {(1, 1), (0, 0)}
+def places(pool: Tensor) -> set[tuple[int, int, int]]:
+    """(layer, page, offset) of what was written, in K and V of all heads."""
+    written = (pool != UNTOUCHED).all(-1)
+    assert torch.equal(written.any(1).any(1), written.all(1).all(1))
+    return {(layer, page, at) for layer, _, _, page, at in written.nonzero().tolist()}
+
+
+def test_a_slot_names_its_pool_or_none() -> None:
+    turn = Turn(3, [NOWHERE, 5, vision_slot(7), NOWHERE, 0, vision_slot(0)])
+    q, text, vision = turn.run(fused)
+    assert bool((q != UNTOUCHED).all()), "who is not stored asks all the same"
+    assert places(text) == {(1, 1, 1), (1, 0, 0)}
+    assert places(vision) == {(1, 1, 3), (1, 0, 0)}
+
+
+@SOME
+@given(
+    slots=st.lists(st.integers(vision_slot(14), 17), max_size=9, unique=True),
+    dim=st.sampled_from([6, 64, 80]),
+    dtype=TYPES,
+    seed=SEEDS,
+)
+def test_storing_alone_equals_its_plain_statement(
+    slots: list[int], dim: int, dtype: torch.dtype, seed: int
+) -> None:
+    turn = Turn(seed, slots, dim=dim, page=3, dtype=dtype)
+    packed = turn.qkv.view(len(slots), 8, dim)
+    k, v = packed[:, 4:6], packed[:, 6:].transpose(0, 1).contiguous().transpose(0, 1)
+    written = []
+    for module in (fused, plain):
+        text, vision = turn.text.clone(), turn.vision.clone()
+        module.store(k, v, turn.slots, (text[1, 0], text[1, 1]), (vision[1, 0], vision[1, 1]))
+        written.append((text, vision))
+    assert all(torch.equal(a, b) for a, b in zip(*written, strict=True))
 
 
 def test_values_are_stored_as_they_are() -> None:
-    turn = Turn(4, [6], dtype=torch.float16)
-    _, pools = turn.run(fused)
-    values = turn.qkv[0].view(-1, 64)[6:]
-    assert torch.equal(pools[1, 1, :, 1, 2], values)
+    turn = Turn(4, [6, vision_slot(6)], dtype=torch.float16)
+    for row, pool in enumerate(turn.run(fused)[1:]):
+        assert torch.equal(pool[1, 1, :, 1, 2], turn.qkv[row].view(-1, 64)[6:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_models_own_cosines_turn_as_the_table_does(dtype: torch.dtype) -> None:
+    """They come by token, for both halves at once, in the model's dtype."""
+    turn = Turn(6, [3, vision_slot(1), NOWHERE])
+    by_token = turn.table[turn.positions].to(dtype)
+    expected = Turn(6, [3, vision_slot(1), NOWHERE])
+    expected.table, expected.positions = by_token.float(), torch.arange(3, device=DEVICE)
+    turn.turns = fused.Turns(*(torch.cat((x, x), -1) for x in by_token.unbind(1)))
+    for module in (fused, plain):
+        for actual, right in zip(turn.run(module), expected.run(plain), strict=True):
+            assert_close(actual, right)
 
 
 def test_far_positions_are_turned_by_the_table(far_table: Tensor) -> None:
@@ -229,12 +270,12 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype) -> Non
     assert torch.equal(out, alone)
 
     turn = Turn(8, list(range(9)), dtype=dtype, norm=True)
-    q, pools = turn.run(fused)
+    q, text, _ = turn.run(fused)
     qkv, positions, slots = turn.qkv, turn.positions, turn.slots
     for t in range(9):
         turn.qkv, turn.positions = qkv[t : t + 1], positions[t : t + 1]
         turn.slots, turn.q = slots[t : t + 1], q[t : t + 1].clone().fill_(UNTOUCHED)
-        own_q, own_pools = turn.run(fused)
+        own_q, own_text, _ = turn.run(fused)
         assert torch.equal(own_q[0], q[t])
         page, offset = divmod(int(slots[t]), 4)
-        assert torch.equal(own_pools[:, :, :, page, offset], pools[:, :, :, page, offset])
+        assert torch.equal(own_text[:, :, :, page, offset], text[:, :, :, page, offset])

@@ -24,14 +24,22 @@ from tests.kernels.scene import Row, Scene, Shape, scenes, turn
 
 
 def attention(scene: Scene) -> torch.Tensor:
-    return paged_attention(scene.q, scene.plan, scene.text, scene.vision, scene.scale)
+    return paged_attention(
+        scene.q,
+        scene.plan,
+        scene.text,
+        scene.vision,
+        scene.scale,
+        softcap=scene.shape.softcap,
+        sinks=scene.sinks,
+    )
 
 
 def assert_right(scene: Scene) -> None:
     torch.testing.assert_close(attention(scene).double(), scene.expected, rtol=1e-4, atol=2e-5)
 
 
-@given(scenes())
+@given(scenes(extras=True))
 @settings(max_examples=40, deadline=None)
 def test_paged_attention_equals_dense_attention_query_by_query(scene: Scene) -> None:
     assert_right(scene)
@@ -72,6 +80,13 @@ def test_cross_attention_reads_images_alone() -> None:
     assert_right(Scene(Shape(), [(3, [Row(9, ((1, 5), (7, 16)), reads=reads)])]))
 
 
+def test_the_first_tokens_are_read_beside_a_window_and_never_twice() -> None:
+    reads = ((2, 7, 5, 5), (6, 8, 0, 5), (7, 9, 0, 0))
+    for count in (1, 4, 7):
+        row = Row(9, ((1, 5),), reads=reads, sink_tokens=count)
+        assert_right(Scene(Shape(), [(3, [row, Row(9, reads=((0, 9, 0, 0),) * 3)])]))
+
+
 def test_capped_scores_follow_their_formula() -> None:
     q, k, v = torch.randn(3, 1, 1, 5, 4, generator=torch.Generator().manual_seed(1)) * 3
     mask = torch.ones(1, 5, 5, dtype=torch.bool)
@@ -96,7 +111,9 @@ def test_a_learned_sink_takes_its_share_and_gives_nothing() -> None:
 
 def test_the_base_may_be_far_away() -> None:
     # 5,000 positions lie before the second image; its stored keys are local all the same.
-    assert_right(Scene(Shape(kv_heads=1, group=1, dim=8), [(1, [Row(3, ((0, 5000), (1, 4)))])]))
+    for origin in (0, 1_000_003):
+        shape = Shape(kv_heads=1, group=1, dim=8, origin=origin)
+        assert_right(Scene(shape, [(1, [Row(3, ((0, 5000), (1, 4)))])]))
 
 
 @given(

@@ -1,0 +1,350 @@
+"""The kernels of segment attention over two paged pools, in Triton.
+
+Owns what runs on the device; mmserve.kernels.attention launches it. What is computed is
+mmserve.kernels.reference's `paged_attention`; which keys every query reads comes as the tables of
+mmserve.kernels.work. Knows nothing of sequences or scheduling.
+
+A *task* is one work item and one KV head: some queries (all query heads of the KV head together)
+over some keys, read once for all of them. Long contexts are cut into items, whose partial results
+are merged in a fixed order: the bits of a query's result depend on its own segments only. An item
+that holds everything its queries read writes the result itself.
+"""
+
+# Kernels are typed by what they are launched with.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mmserve.kernels import work as tables
+
+OWN, VISION, SINKS = (tl.constexpr(code) for code in (tables.OWN, tables.VISION, tables.SINKS))
+
+
+@triton.jit
+def _tiles(
+    state_m, state_l, acc, q_a, q_b, keys, values, table, begin, end, first, last, lo, hi,
+    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys [begin, end) of one segment, BLOCK_N at a time.
+
+    state_m, state_l [M], acc [M, WIDE]; q_a, q_b [M, HALF] the rotated halves, scaled for exp2;
+    keys, values: a head's first element; table: the segment's page ids. With MASKED nothing outside
+    of [first, last) is touched and a row reads its keys [lo, hi) [M] only; without, every row
+    reads every key. CAP: scores, scaled as q is, never exceed it (0: they may).
+    """
+    half = tl.arange(0, HALF)
+    wide = tl.arange(0, WIDE)
+    half_ok = half < D // 2
+    wide_ok = wide < D
+    for at in tl.range(begin, end, BLOCK_N):
+        n = at + tl.arange(0, BLOCK_N)
+        valid = (n >= first) & (n < last)
+        if MASKED:
+            page = tl.load(table + n // PAGE, mask=valid, other=0)
+        else:
+            page = tl.load(table + n // PAGE)
+        slot = page.to(tl.int64) * PAGE + n % PAGE
+        if MASKED or HALF * 2 != D:
+            k_mask = half_ok[:, None] & valid[None, :]
+            k_a = tl.load(keys + slot[None, :] * D + half[:, None], mask=k_mask, other=0.0)
+            k_b = tl.load(keys + slot[None, :] * D + D // 2 + half[:, None], mask=k_mask, other=0.0)
+        else:
+            k_a = tl.load(keys + slot[None, :] * D + half[:, None])
+            k_b = tl.load(keys + slot[None, :] * D + D // 2 + half[:, None])
+        s = tl.dot(q_a, k_a, input_precision=PRECISION)
+        s = tl.dot(q_b, k_b, s, input_precision=PRECISION)
+        if CAP > 0:
+            # CAP tanh(s / CAP), by an exponential that may overflow.
+            s = CAP - 2 * CAP / (tl.exp2(s * (2.8853900817779268 / CAP)) + 1)
+        if MASKED:
+            read = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
+            s = tl.where(read & valid[None, :], s, -1e30)
+        new_m = tl.maximum(state_m, tl.max(s, 1))
+        p = tl.exp2(s - new_m[:, None])
+        if MASKED:
+            p = tl.where(s > -1e29, p, 0.0)
+        fade = tl.exp2(state_m - new_m)
+        state_l = state_l * fade + tl.sum(p, 1)
+        acc = acc * fade[:, None]
+        if MASKED or WIDE != D:
+            v_mask = valid[:, None] & wide_ok[None, :]
+            v = tl.load(values + slot[:, None] * D + wide[None, :], mask=v_mask, other=0.0)
+        else:
+            v = tl.load(values + slot[:, None] * D + wide[None, :])
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        state_m = new_m
+    return state_m, state_l, acc
+
+
+@triton.jit
+def _run(
+    state_m, state_l, acc, q_a, q_b, keys, values, table, first, last, all_first, all_last, lo, hi,
+    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_tiles` over the keys [first, last), of which every row reads [all_first, all_last).
+
+    Blocks begin at multiples of their size: a row's bits follow from what it reads alone.
+    """
+    begin = first - first % BLOCK_N
+    whole = tl.cdiv(all_first, BLOCK_N) * BLOCK_N
+    full = all_last - all_last % BLOCK_N
+    some = whole < full
+    whole = tl.where(some, whole, begin)
+    full = tl.where(some, full, begin)
+    if begin < whole:
+        state_m, state_l, acc = _tiles(
+            state_m, state_l, acc, q_a, q_b, keys, values, table, begin, whole, first, last, lo, hi,
+            D, HALF, WIDE, PAGE, BLOCK_N, True, CAP, PRECISION,
+        )  # fmt: skip
+    state_m, state_l, acc = _tiles(
+        state_m, state_l, acc, q_a, q_b, keys, values, table, whole, full, first, last, lo, hi,
+        D, HALF, WIDE, PAGE, BLOCK_N, False, CAP, PRECISION,
+    )  # fmt: skip
+    if full < last:
+        state_m, state_l, acc = _tiles(
+            state_m, state_l, acc, q_a, q_b, keys, values, table, full, last, first, last, lo, hi,
+            D, HALF, WIDE, PAGE, BLOCK_N, True, CAP, PRECISION,
+        )  # fmt: skip
+    return state_m, state_l, acc
+
+
+@triton.jit
+def _store(
+    acc, state_m, state_l, ok, at, place, target, query_head, out, parts, lses, sinks,
+    D: tl.constexpr, WIDE: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Rows ok [M] of a finished item: whole results where target [M] < 0, else partial ones."""
+    wide = tl.arange(0, WIDE)
+    if HAS_SINKS:
+        sink = tl.load(sinks + query_head, mask=ok, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.where(target < 0, tl.maximum(state_m, sink), state_m)
+        fade = tl.exp2(state_m - top)
+        state_l = state_l * fade + tl.where(target < 0, tl.exp2(sink - top), 0.0)
+        acc = acc * fade[:, None]
+        state_m = top
+    acc = acc / tl.maximum(state_l, 1e-30)[:, None]
+    store = ok[:, None] & (wide < D)[None, :]
+    direct = store & (target < 0)[:, None]
+    tl.store(out + at[:, None] + wide[None, :], acc.to(out.dtype.element_ty), mask=direct)
+    partly = store & (target >= 0)[:, None]
+    tl.store(parts + place[:, None] * D + wide[None, :], acc, mask=partly)
+    lse = tl.where(state_l > 0, state_m + tl.log2(tl.maximum(state_l, 1e-30)), -1e30)
+    tl.store(lses + place, lse, mask=ok & (target >= 0))
+
+
+@triton.jit
+def _query(q, at, ok, scale, D: tl.constexpr, HALF: tl.constexpr):
+    """Both halves [M, HALF] of rows ok [M] of q, float32, scaled for exp2."""
+    half = tl.arange(0, HALF)
+    mask = ok[:, None] & (half < D // 2)[None, :]
+    a = tl.load(q + at[:, None] + half[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(q + at[:, None] + D // 2 + half[None, :], mask=mask, other=0.0).to(tl.float32)
+    return a * (scale * 1.4426950408889634), b * (scale * 1.4426950408889634)
+
+
+@triton.jit
+def _turn_back(a, b, rope, base, ok, D: tl.constexpr, HALF: tl.constexpr):
+    """The halves a, b [M, HALF] rotated by the angles of -base [M]."""
+    half = tl.arange(0, HALF)
+    mask = ok[:, None] & (half < D // 2)[None, :]
+    angle = rope + base[:, None].to(tl.int64) * D + half[None, :]
+    cos = tl.load(angle, mask=mask, other=1.0)
+    sin = tl.load(angle + D // 2, mask=mask, other=0.0)
+    return a * cos + b * sin, b * cos - a * sin
+
+
+@triton.jit
+def attend_one(
+    work, header, q, out, parts, lses, k_own, v_own, k_vision, v_vision,
+    own_head, vision_head, rope, scale, sinks,
+    H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SMALL: tl.constexpr, CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """All small items of the set with this header. q [T, H, D] rotated at absolute positions, out
+    [T, H, D]; parts [slots, H, D] and lses [slots, H] float32; pools: one layer's, a head's pages
+    contiguous; rope [positions, 2, D / 2] float32; sinks [H]."""
+    GROUP: tl.constexpr = H // KV_HEADS
+    tasks = tl.load(header) * KV_HEADS
+    items = work + tl.load(header + 1)
+    merges = work + tl.load(header + 6)
+    g = tl.arange(0, BLOCK_M)
+    ok = g < GROUP
+    none = tl.zeros([BLOCK_M], tl.int32)
+    all_keys = tl.full([BLOCK_M], 2147483647, tl.int32)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
+        item = items + task // KV_HEADS * SMALL
+        head = task % KV_HEADS
+        row = tl.load(item).to(tl.int64)
+        part = tl.load(item + 1)
+        table = work + tl.load(item + 2)
+        first = tl.load(item + 3)
+        last = tl.load(item + 4)
+        base = tl.load(item + 5)
+        first_slot = tl.load(merges + 2 * row)
+        slot = tl.where(tl.load(merges + 2 * row + 1) > 1, first_slot + part, -1).to(tl.int64)
+        at = (row * H + head * GROUP + g) * D
+        q_a, q_b = _query(q, at, ok, scale, D, HALF)
+        keys = k_own + head * own_head
+        values = v_own + head * own_head
+        if base != OWN:
+            keys = k_vision + head * vision_head
+            values = v_vision + head * vision_head
+        if base >= 0:
+            q_a, q_b = _turn_back(q_a, q_b, rope, base + tl.zeros_like(g), ok, D, HALF)
+        state_m = tl.full([BLOCK_M], -1e30, tl.float32)
+        state_l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
+        state_m, state_l, acc = _run(
+            state_m, state_l, acc, q_a.to(q.dtype.element_ty), q_b.to(q.dtype.element_ty),
+            keys, values, table, first, last, first, last, none, all_keys,
+            D, HALF, WIDE, PAGE, BLOCK_N, CAP, PRECISION,
+        )  # fmt: skip
+        target = slot + tl.zeros([BLOCK_M], tl.int64)
+        query_head = head * GROUP + g
+        place = slot * H + query_head
+        _store(
+            acc, state_m, state_l, ok, at, place, target, query_head, out, parts, lses, sinks,
+            D, WIDE, HAS_SINKS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _segment(
+    state_m, state_l, acc, wide_a, wide_b, work, segment, shift,
+    lo, hi, visual_lo, visual_hi, ok, k_own, v_own, k_vision, v_vision, rope,
+    KIND: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All keys of one segment for the queries wide_a, wide_b of a large item."""
+    kind = tl.load(segment)
+    table = work + tl.load(segment + 1)
+    first = tl.load(segment + 2)
+    last = tl.load(segment + 3)
+    base = tl.load(segment + 6)
+    offset = tl.load(segment + 7)
+    q_a = wide_a
+    q_b = wide_b
+    keys = k_own
+    values = v_own
+    if kind == VISION:
+        keys = k_vision
+        values = v_vision
+        lo = visual_lo - offset
+        hi = visual_hi - offset
+    if kind == SINKS:
+        hi = tl.minimum(lo, offset)
+        lo = lo * 0
+    if base >= 0:
+        q_a, q_b = _turn_back(wide_a, wide_b, rope, base + shift, ok, D, HALF)
+    return _run(
+        state_m, state_l, acc, q_a.to(KIND), q_b.to(KIND), keys, values, table, first, last,
+        tl.load(segment + 4), tl.load(segment + 5), lo, hi,
+        D, HALF, WIDE, PAGE, BLOCK_N, CAP, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_many(
+    work, header, q, out, parts, lses, k_own, v_own, k_vision, v_vision,
+    own_head, vision_head, rope, scale, sinks,
+    H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LARGE: tl.constexpr, ENTRY: tl.constexpr, SEGMENT: tl.constexpr, CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """All large items; arguments as `attend_one`'s."""
+    GROUP: tl.constexpr = H // KV_HEADS
+    tasks = tl.load(header + 2) * KV_HEADS
+    items = work + tl.load(header + 3)
+    segments = work + tl.load(header + 4)
+    entries = work + tl.load(header + 5)
+    merges = work + tl.load(header + 6)
+    m = tl.arange(0, BLOCK_M)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
+        item = items + task // KV_HEADS * LARGE
+        head = task % KV_HEADS
+        entry = entries + (tl.load(item) + m // GROUP) * ENTRY
+        ok = m // GROUP < tl.load(item + 1)
+        row = tl.load(entry, mask=ok, other=0).to(tl.int64)
+        slot = tl.load(merges + 2 * row, mask=ok, other=0)
+        slot += tl.load(entry + 1, mask=ok, other=0) + tl.load(item + 4)
+        parts_of = tl.load(merges + 2 * row + 1, mask=ok, other=0)
+        target = tl.where(parts_of > 1, slot, -1).to(tl.int64)
+        shift = tl.load(entry + 2, mask=ok, other=0)
+        lo = tl.load(entry + 3, mask=ok, other=0)
+        hi = tl.load(entry + 4, mask=ok, other=0)
+        visual_lo = tl.load(entry + 5, mask=ok, other=0)
+        visual_hi = tl.load(entry + 6, mask=ok, other=0)
+        query_head = head * GROUP + m % GROUP
+        at = (row * H + query_head) * D
+        wide_a, wide_b = _query(q, at, ok, scale, D, HALF)
+        state_m = tl.full([BLOCK_M], -1e30, tl.float32)
+        state_l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
+        first_segment = tl.load(item + 2)
+        for index in range(first_segment, first_segment + tl.load(item + 3)):
+            state_m, state_l, acc = _segment(
+                state_m, state_l, acc, wide_a, wide_b, work, segments + index * SEGMENT,
+                shift, lo, hi, visual_lo, visual_hi, ok,
+                k_own + head * own_head, v_own + head * own_head,
+                k_vision + head * vision_head, v_vision + head * vision_head, rope,
+                q.dtype.element_ty, D, HALF, WIDE, PAGE, BLOCK_N, CAP, PRECISION,
+            )  # fmt: skip
+        place = target * H + query_head
+        _store(
+            acc, state_m, state_l, ok, at, place, target, query_head, out, parts, lses, sinks,
+            D, WIDE, HAS_SINKS,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge(
+    work, header, out, parts, lses, sinks,
+    H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Join the partial results of row program_id(0), head program_id(1), in order of slots."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    merges = work + tl.load(header + 6)
+    first = tl.load(merges + 2 * row)
+    count = tl.load(merges + 2 * row + 1)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if count > 1:
+        wide = tl.arange(0, WIDE)
+        top = tl.full([], -1e30, tl.float32)
+        total = tl.zeros([], tl.float32)
+        if HAS_SINKS:
+            top = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            total += 1.0
+        acc = tl.zeros([WIDE], tl.float32)
+        for at in tl.range(0, count, BLOCK_P):
+            p = at + tl.arange(0, BLOCK_P)
+            place = (first + p).to(tl.int64) * H + head
+            lse = tl.load(lses + place, mask=p < count, other=-1e30)
+            mask = (p < count)[:, None] & (wide < D)[None, :]
+            part = tl.load(parts + place[:, None] * D + wide[None, :], mask=mask, other=0.0)
+            new_top = tl.maximum(top, tl.max(lse, 0))
+            weight = tl.where(lse > -1e29, tl.exp2(lse - new_top), 0.0)
+            fade = tl.exp2(top - new_top)
+            total = total * fade + tl.sum(weight, 0)
+            acc = acc * fade + tl.sum(part * weight[:, None], 0)
+            top = new_top
+        result = acc / tl.maximum(total, 1e-30)
+        at_out = (row.to(tl.int64) * H + head) * D + wide
+        tl.store(out + at_out, result.to(out.dtype.element_ty), mask=wide < D)
