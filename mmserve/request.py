@@ -21,6 +21,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmserve.regimes import ONE, Course, Regimes
+
 
 @dataclass(frozen=True)
 class Constraint:
@@ -178,6 +180,10 @@ def _digest(segments: tuple[Segment, ...]) -> bytes:
     return whole.digest()
 
 
+def _positions(segments: tuple[Segment, ...]) -> int:
+    return sum(s.image.width if isinstance(s, ImageSegment) else len(s.token_ids) for s in segments)
+
+
 class SequenceStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -225,11 +231,17 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Request, *, in_context: bool = False, whole_prompt: bool = False
+        self,
+        request: Request,
+        *,
+        in_context: bool = False,
+        whole_prompt: bool = False,
+        regimes: Regimes = ONE,
     ) -> None:
         """`in_context`: images see what stands before them, and are known by it, too.
         `whole_prompt`: all of the prompt sees all of it, so all of it is known by all of it."""
         self.request = request
+        self.course = Course(regimes, _positions(request.segments))
         self.in_context = in_context
         self.whole_prompt = whole_prompt
         self.status = SequenceStatus.WAITING
@@ -255,6 +267,7 @@ class Sequence:
         """Lay the segments out; the digests of trailing images."""
         position = visual = hashed = 0
         salt = _digest(request.segments) if self.whole_prompt else b""
+        salt += self.course.salt(0)
         before = [salt] if salt else []
         context = hashlib.sha256(salt)
         for segment in request.segments:
@@ -263,7 +276,7 @@ class Sequence:
                 run = array("q", self.token_ids[hashed:])
                 context.update(len(run).to_bytes(8, "little") + run.tobytes() + image.digest)
                 hashed = index
-                key = context.digest() if self.in_context else image.digest
+                key = context.digest() if self.in_context else self.course.key(image.digest)
                 self.images.append(PlacedImage(image, index, position, visual, key))
                 before.append(image.digest)
                 position += image.width
@@ -322,6 +335,15 @@ class Sequence:
             return self.num_image_tokens
         return next(p.visual_index for p in images if p.text_index > text_index)
 
+    def enter(self, regime: int) -> None:
+        """All is to be computed again, in another regime; nothing is held."""
+        made, self.course.regime = self.token_ids[self.num_prompt_tokens :], regime
+        self.token_ids, self.images, self.keys = [], [], []
+        self._before_next = self._place(self.request)
+        self.token_ids += made
+        for token in self.output_token_ids:
+            self._append_key(token)
+
     def split(self, count: int) -> tuple[int, int]:
         """How many text and how many visual tokens are among the sequence's first `count`."""
         text = count
@@ -366,5 +388,7 @@ class Sequence:
             self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def _append_key(self, token_id: int) -> None:
+        if salt := self.course.salt(self.position(len(self.keys))):
+            self._before_next.append(salt)
         self.keys.append((*self._before_next, token_id) if self._before_next else token_id)
         self._before_next = []

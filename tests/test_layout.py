@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 60
 
 TYPES = {
     *("config", "errors", "request", "prompt", "tokenizer", "guarded", "hub_prompt"),
-    *("tools", "metrics", "energy"),
+    *("tools", "metrics", "energy", "regimes"),
 }
 # Page counts, no tensors.
 BOOKS = {
@@ -34,7 +34,8 @@ BOOKS = {
 ALLOWED = {
     "config": set(),
     "errors": set(),
-    "request": set(),
+    "regimes": set(),
+    "request": {"regimes"},
     "tokenizer": set(),
     "metrics": set(),
     "energy": set(),
@@ -46,7 +47,15 @@ ALLOWED = {
     "vision": {"config", "errors", "kernels"},
     "cache": {"config", "request", "kernels"},
     "scheduler": {"config", "errors", "request", *BOOKS},
-    "model": {"config", "errors", "kernels", "vision", "cache.kv_pool", "cache.layer_group"},
+    "model": {
+        "config",
+        "errors",
+        "kernels",
+        "vision",
+        "cache.kv_pool",
+        "cache.layer_group",
+        "regimes",
+    },
     "engine": TYPES | {"kernels", "vision", "cache", "scheduler", "model"},
     "server": TYPES,
     "chat": TYPES | {"engine"},
@@ -59,6 +68,7 @@ ANYTHING = {"__main__"}  # the command line joins the ends
 FORBIDDEN = {
     "config": {"*"},
     "errors": {"*"},
+    "regimes": {"*"},
     "request": {"*"},
     **dict.fromkeys(("prompt", "tokenizer", "metrics", "scheduler", *BOOKS), {"torch", "numpy"}),
     **dict.fromkeys(("guarded", "hub_prompt"), {"torch", "numpy", "transformers"}),

@@ -22,6 +22,7 @@ from mmserve.model.adapter import Adapter, Features
 from mmserve.model.cpu_layer import CPULayer
 from mmserve.model.fuse import fuse
 from mmserve.model.loader import LoadedModel
+from mmserve.model.rope import Block, stack_tables
 from mmserve.request import ImageInput
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
 
@@ -64,12 +65,13 @@ class ModelRunner:
         self.dtype = resolve_dtype(dtype, self.device)
         if self.dtype == "bfloat16":
             self.lm.to(torch.bfloat16)
-        self.adapter = Adapter(self.lm)
+        self.adapter = Adapter(self.lm, getattr(loaded, "rope_scaling", None))
+        self.regimes = self.adapter.regimes
         self.sight, self.groups = self.adapter.sight, self.adapter.groups
         # Whether images see what stands before them.
         self.in_context = loaded.stock and self.adapter.cross is None
         self.eos_token_ids = sorted(loaded.eos_token_ids)
-        self.table = self._table(1 if self.stock else loaded.max_model_len)
+        self.table, blocks = self._table(1 if self.stock else loaded.max_model_len)
         self._places = attention.places(self.groups)
         self._planner = Planner(
             self.groups,
@@ -77,6 +79,7 @@ class ModelRunner:
             cache.page_size,
             sight=self.sight,
             axes=self.adapter.axes if self.stock else 0,
+            blocks=blocks,
         )
         shapes = [self._shape(group, cache.page_size) for group in self.groups]
         # By layer group.
@@ -88,12 +91,16 @@ class ModelRunner:
         self._fuse()
         self._warm_up(self.adapter.hidden_size)
 
-    def _table(self, num_positions: int) -> Tensor:
+    def _table(self, num_positions: int) -> tuple[Tensor, tuple[Block, ...]]:
         """What images are turned by; stock models rotate by themselves, and turn none."""
         head_dim = next(iter(self.adapter.layers.values())).head_dim
         rope = getattr(self.adapter.config, "rope_parameters", None) or {}
         theta = float(rope.get("rope_theta") or 10_000.0)
-        return rope_table(num_positions, head_dim, theta).to(self.device)
+        table = rope_table(num_positions, head_dim, theta)
+        if self.stock or self.adapter.rope is None:
+            return table.to(self.device), (Block(),)
+        table, blocks = stack_tables(table, self.adapter.rope)
+        return table.to(self.device), blocks
 
     def _shape(self, group: LayerGroup, page_size: int) -> KVShape:
         layer = self.adapter.layers[group.layers[0]]
@@ -139,8 +146,8 @@ class ModelRunner:
         if self.adapter.cross is not None:
             return self._encode_crossed(job, pixels)
         embeds = self.vision_model.encode(pixels.to(self.device))[0]  # [n, hidden]
-        plans = self._planner.image(job.pages, len(embeds))
-        positions = torch.arange(len(embeds), device=self.device)
+        plans = self._planner.image(job.pages, len(embeds), job.regime)
+        positions = self._planner.image_rows(len(embeds), job.regime)
         self.adapter.decode(embeds, positions, self._step(plans))
 
     def _encode_crossed(self, job: ImageJob, inputs: Mapping[str, Any]) -> None:
@@ -173,7 +180,8 @@ class ModelRunner:
         step_input = self._planner.step(batch.chunks, previous)
         embeds, extra = self._embed(step_input)
         step = self._step(step_input.plans)
-        hidden = self.adapter.decode(embeds, step_input.positions, step, **extra)
+        where, regimes = step_input.positions, step_input.regimes
+        hidden = self.adapter.decode(embeds, where, step, regimes, **extra)
         self._features.clear()
         sampling = [i for i, c in enumerate(step_input.order) if c.samples]
         if not sampling:

@@ -20,6 +20,7 @@ from mmserve.cache.layer_group import LayerGroup
 from mmserve.engine.transfer import resolve_pending
 from mmserve.kernels.reference import NOWHERE, AttentionPlan, QueryGroup, vision_slot
 from mmserve.model.adapter import CAUSAL, Sight
+from mmserve.model.rope import Block
 from mmserve.request import PlacedImage
 from mmserve.request import Sequence as Seq
 from mmserve.scheduler.batch import Chunk, ContextImage
@@ -36,11 +37,13 @@ class ImageRows(NamedTuple):
 
 class StepInput(NamedTuple):
     """`token_ids` [T] int64 (0 in an image without tokens of its own), `positions` [T] or
-    [axes, T] int64; `order`: the chunks as laid out; `last` [C] int64: the flat row of each chunk's
-    last token, in that order; `plans`: by layer group."""
+    [axes, T] int64, or the table's rows for them where the plan's angles are used; `regimes` [T]
+    int64 (None: all 0); `order`: the chunks as laid out; `last` [C] int64: the flat row of each
+    chunk's last token, in that order; `plans`: by layer group."""
 
     token_ids: Tensor
     positions: Tensor
+    regimes: Tensor | None
     order: list[Chunk]
     last: Tensor
     plans: tuple[AttentionPlan, ...]
@@ -111,6 +114,16 @@ def _image_rows(seq: Seq, context: ContextImage, axes: int) -> _Rows:
     )
 
 
+def _regimes(seq: Seq, rows: _Rows) -> Ints:
+    """[R]: each row's."""
+    course, positions = seq.course, rows.positions[0]
+    regimes = np.full(len(rows), course.regime)
+    if not course.regimes.whole:
+        for row in np.flatnonzero(positions >= course.prompt):
+            regimes[row] = course.at(int(positions[row]))
+    return regimes
+
+
 def _reads(seq: Seq, rows: _Rows, group: LayerGroup, sight: Sight) -> tuple[Ints, Ints, Ints, Ints]:
     """[lo, hi) of text and of visual tokens that each row reads."""
     own_image = rows.image >= 0
@@ -160,10 +173,16 @@ class _GroupBuilder:
     """One layer group's plan in the making."""
 
     def __init__(
-        self, number: int, group: LayerGroup, sight: Sight, table: Tensor, page_size: int
+        self,
+        number: int,
+        group: LayerGroup,
+        sight: Sight,
+        table: Tensor,
+        page_size: int,
+        blocks: Sequence[Block],
     ) -> None:
         self.number, self.group, self.sight = number, group, sight
-        self.table, self.page_size = table, page_size
+        self.table, self.page_size, self.blocks = table, page_size, blocks
         self.slots: list[Ints] = []
         self.groups: list[QueryGroup] = []
 
@@ -220,7 +239,10 @@ class _GroupBuilder:
         most = max(counts)
         places = [n for count in counts for n in range(count)]
         device = self.table.device
-        bases = [0 if len(self.table) == 1 else p.base for _, p in images]
+        bases = [0] * len(images)
+        if len(self.table) > 1:
+            first = [self.blocks[chunk.seq.course.regime].turning for chunk in chunks]
+            bases = [first[row] + placed.base for row, placed in images]
         cos, sin = angles(self.table, torch.tensor(bases, dtype=torch.long, device=device))
         lo, hi, visual_lo, visual_hi = (
             torch.from_numpy(np.stack(part)).to(device) for part in zip(*reads, strict=True)
@@ -268,9 +290,9 @@ def _pad(rows: list[list[int]], device: torch.device) -> Tensor:
 
 
 class Planner:
-    """Lays steps out. `table` [positions, 2, D / 2] float32 is `rope_table`'s; of one position
-    where images are read as they are stored. `axes` of positions that the model rotates by itself;
-    0 where the plan's angles do it."""
+    """Lays steps out. `table` [rows, 2, D / 2] float32 is `rope_table`'s, or of several regimes,
+    which begin at `blocks`; of one row where images are read as they are stored. `axes` of
+    positions that the model rotates by itself; 0 where the plan's angles do it."""
 
     def __init__(
         self,
@@ -280,9 +302,11 @@ class Planner:
         *,
         sight: Sight = CAUSAL,
         axes: int = 0,
+        blocks: Sequence[Block] = (Block(),),
     ) -> None:
         self.groups, self.table, self.page_size = groups, table, page_size
-        self.sight, self.axes = sight, axes
+        self.sight, self.axes, self.blocks = sight, axes, blocks
+        self._first_rows = np.array([block.rotating for block in blocks])
 
     def step(self, chunks: list[Chunk], previous: Tensor | None = None) -> StepInput:
         """`previous` [C] int64: the tokens of the step before, for those that are pending."""
@@ -290,11 +314,12 @@ class Planner:
         prefill = [c for c in chunks if c.num_rows > 1]
         layout = ([decode] if decode else []) + [[c] for c in prefill]
         builders = [
-            _GroupBuilder(number, group, self.sight, self.table, self.page_size)
+            _GroupBuilder(number, group, self.sight, self.table, self.page_size, self.blocks)
             for number, group in enumerate(self.groups)
         ]
         ids: list[Ints] = []
         positions: list[Ints] = []
+        regimes: list[Ints] = []
         last: list[int] = []
         images: list[ImageRows] = []
         total = 0
@@ -305,6 +330,7 @@ class Planner:
             for chunk, part in zip(members, rows, strict=True):
                 ids.append(part.ids)
                 positions.append(part.positions)
+                regimes.append(_regimes(chunk.seq, part))
                 for context in chunk.images:
                     mine = part.image == chunk.seq.images.index(context.placed)
                     images.append(ImageRows(total + int(mine.argmax()), context.placed))
@@ -312,25 +338,36 @@ class Planner:
                 last.append(total - 1)
         device = self.table.device
         flat = torch.from_numpy(np.concatenate(ids)).to(device)
-        where = torch.from_numpy(np.concatenate(positions, -1)).to(device)
+        of_rows, places = np.concatenate(regimes), np.concatenate(positions, -1)
+        if not self.axes:
+            places = places + self._first_rows[of_rows]
+        where = torch.from_numpy(places).to(device)
         rotated = where[0] * 0 if self.axes else where[0]
         plans = tuple(builder.plan(rotated) for builder in builders)
         return StepInput(
             resolve_pending(flat, previous),
             where if self.axes > 1 else where[0],
+            torch.from_numpy(of_rows).to(device) if of_rows.any() else None,
             decode + prefill,
             torch.tensor(last).to(device),
             plans,
             images,
         )
 
-    def image(self, pages: list[list[int]], num_tokens: int) -> tuple[AttentionPlan, ...]:
+    def image_rows(self, num_tokens: int, regime: int) -> Tensor:
+        """[T] int64: the table's rows of an image's positions, which count from 0."""
+        first = int(self._first_rows[regime])
+        return torch.arange(first, first + num_tokens, device=self.table.device)
+
+    def image(
+        self, pages: list[list[int]], num_tokens: int, regime: int = 0
+    ) -> tuple[AttentionPlan, ...]:
         """The plans of one image alone, at positions from 0: all of it reads all of it.
 
         `pages`: its vision pages by layer group.
         """
         index = torch.arange(num_tokens, device=self.table.device)
-        cos, sin = angles(self.table, index)
+        cos, sin = angles(self.table, self.image_rows(num_tokens, regime))
         return tuple(self._image(torch.tensor(p).to(index), index, cos, sin) for p in pages)
 
     def _image(self, pages: Tensor, index: Tensor, cos: Tensor, sin: Tensor) -> AttentionPlan:

@@ -9,7 +9,7 @@ outside of its modules. Knows nothing of sequences, pages or scheduling.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmserve.cache.layer_group import LayerGroup
-from mmserve.model import attention
+from mmserve.model import attention, rope
 from mmserve.model.cross_attention import CrossAttention
 
 
@@ -52,9 +52,10 @@ _FIRST_POSITION = {"paligemma": 1}
 
 
 class Adapter:
-    """Sets the model's attention to ours. The model is in evaluation mode on one device."""
+    """Sets the model's attention and rotary angles to ours. The model is in evaluation mode on one
+    device. `rope_scaling`: on demand, see `rope.asked`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, rope_scaling: Mapping[str, Any] | None = None) -> None:
         self.model = model
         self.config = model.config.get_text_config()
         self.decoder = model.get_decoder()
@@ -62,11 +63,13 @@ class Adapter:
         kind = model.config.model_type
         self.sight = _SIGHTS.get(kind, CAUSAL)
         self.first_position = _FIRST_POSITION.get(kind, 0)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        self.axes = 3 if "mrope_section" in rope else 1
+        declared = getattr(self.config, "rope_parameters", None) or {}
+        self.axes = 3 if "mrope_section" in declared else 1
+        self.rope, regimes = rope.install(self.decoder, self.config, rope_scaling)
         attention.register()
         self.config._attn_implementation = attention.NAME
         self.cross = CrossAttention.install(self.decoder)
+        self.regimes = replace(regimes, turns_images=self.cross is None)
         self.layers = self._probe()
         self.groups = _groups(self.layers)
         self._head = self._find_head()
@@ -90,8 +93,18 @@ class Adapter:
         embeds: Tensor = self.embedding(token_ids)
         return embeds
 
-    def decode(self, embeds: Tensor, positions: Tensor, step: Any, **extra: Any) -> Tensor:
-        """embeds [T, hidden], positions [T] or [axes, T] -> hidden states [T, hidden]."""
+    def decode(
+        self,
+        embeds: Tensor,
+        positions: Tensor,
+        step: Any,
+        regimes: Tensor | None = None,
+        **extra: Any,
+    ) -> Tensor:
+        """embeds [T, hidden], positions [T] or [axes, T], regimes [T] (None: all 0) -> hidden
+        states [T, hidden]."""
+        if self.rope is not None:
+            self.rope.regimes = regimes
         where = positions + self.first_position
         out = self.decoder(
             inputs_embeds=embeds[None],

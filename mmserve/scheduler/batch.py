@@ -14,12 +14,13 @@ from mmserve.request import ImageInput, PlacedImage, Sequence
 class ImageJob:
     """An image to encode by itself and to write under `key` before any text of this step runs.
 
-    `pages`: vision pages by layer group.
+    `pages`: vision pages by layer group; `regime`: that of its rotary angles.
     """
 
     image: ImageInput
     key: bytes
     pages: list[list[int]]
+    regime: int = 0
 
 
 @dataclass(frozen=True)
