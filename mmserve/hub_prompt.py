@@ -75,6 +75,7 @@ class HubTemplate:
             self.image_token = self._tokenizer.convert_ids_to_tokens(image_token_id)
             named_tokens = (getattr(processor, n, None) for n in ("boi_token", "image_token"))
             placeholders = [str(t) for t in named_tokens if t] or [self.image_token]
+        self._try_template()
         self._encoder = _encoder(processor, self._tokenizer, self._templates.values(), placeholders)
         self.placeholder = self._probe_image(placeholders) if takes_images else ""
         self._strings = {role for role in ("system", "user") if self._reads(role, listed=False)}
@@ -112,16 +113,16 @@ class HubTemplate:
         """What becomes of a text with placeholders but for the images' own tokens."""
         return self._finish(text, self._tokenizer, self.image_token)
 
-    def write(self, conversation: Sequence[dict[str, Any]]) -> tuple[str, bool]:
-        """The template's text, and whether the tokenizer is to add its first token to it.
-
-        As in transformers: a tokenizer's template writes all special tokens itself; a processor
-        adds the first one where its template did not.
-        """
-        text = self._write(conversation)
+    def write(self, messages: Sequence[Message]) -> tuple[str, bool]:
+        """The template's text with placeholders, and whether the tokenizer is to add its first
+        token to it."""
+        quotes = self._encoder.quotes()
+        text = self._write([self._message(message, quotes) for message in messages])
         return text, self._adds_first(text)
 
     def _adds_first(self, text: str) -> bool:
+        """As in transformers: a tokenizer's template writes all special tokens itself; a processor
+        adds the first one where its template did not."""
         first = self._tokenizer.bos_token
         return self._is_processor and not (first is not None and text.startswith(first))
 
@@ -237,6 +238,19 @@ class HubTemplate:
         )
 
     # -- what the template understands, found by trying it ---------------------------------------
+
+    def _try_template(self) -> None:
+        for name, text in self._templates.items():
+            try:
+                self._processor.apply_chat_template(
+                    [{"role": "user", "content": _PROBE}], chat_template=text, tokenize=False
+                )
+            except jinja2.TemplateSyntaxError as error:
+                raise ValueError(
+                    f"the {name} chat template cannot be read: line {error.lineno}: {error.message}"
+                ) from error
+            except Exception:  # it may want other messages than this one
+                continue
 
     def _reads(self, role: str, listed: bool) -> bool:
         """Whether it shows a text given as a plain string, or as a list of one item."""

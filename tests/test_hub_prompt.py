@@ -298,6 +298,11 @@ def test_a_malformed_conversation_is_refused(
         opened("qwen3").template.render(messages, [], continue_final=continue_final)
 
 
+def test_a_template_that_is_no_jinja_is_refused_with_its_line(opened: Open) -> None:
+    with pytest.raises(ValueError, match="default chat template cannot be read: line 2"):
+        with_template(opened("qwen3"), "hello\n{% for %}")
+
+
 def test_a_named_template_is_needed_under_the_name_default(opened: Open, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no default"):
         HubTemplate(opened("qwen3").checkpoint.processor, chat_template={"rag": "x"})

@@ -22,6 +22,7 @@ from PIL import Image
 from mmserve.config import ImageLimits
 from mmserve.errors import InvalidImageError, RequestError
 from mmserve.hub_prompt import HubImage, HubTemplate
+from mmserve.model.fetch import ModelUnavailableError
 from mmserve.prompt import ImagePart, Message, TextPart
 from mmserve.request import ImageInput, TextSegment
 from mmserve.vision import preprocess
@@ -66,7 +67,8 @@ class ProcessorPipeline:
         max_known: int = 4096,
     ) -> None:
         """`config` is the model's; `settings_id` stands for weights, dtype and whatever else KV
-        depends on. Raises ValueError when the processor expands images in a way not known here."""
+        depends on. Raises `ModelUnavailableError` when the processor writes images into a text in
+        a way that is not known here."""
         self.limits = limits
         self.is_resident = is_resident
         self.on_decode = on_decode
@@ -85,11 +87,17 @@ class ProcessorPipeline:
             ("transformers", transformers.__version__.encode()),
         )
         probe = Image.new("RGB", (96, 64), "grey")
-        alone, _ = self._process(probe, alone=True)
-        several, _ = self._process(probe, alone=False)
-        # LLaVA-OneVision cuts an image into tiles only when it is the only one.
-        self.counts_company = alone.token_ids != several.token_ids
-        self._check_against_processor()
+        try:
+            alone, _ = self._process(probe, alone=True)
+            several, _ = self._process(probe, alone=False)
+            # LLaVA-OneVision cuts an image into tiles only when it is the only one.
+            self.counts_company = alone.token_ids != several.token_ids
+            self._check_against_processor()
+        except (RequestError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ModelUnavailableError(
+                f"{type(processor).__name__} does not take a few small images: {reason}"
+            ) from error
 
     def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> HubImage:
         """Check and identify one image; decode and process it unless its KV and shape are known.
@@ -142,16 +150,12 @@ class ProcessorPipeline:
         """
         pictures = [Image.new("RGB", size, "grey") for size in ((96, 64), (64, 96), (64, 64))]
         parts: list[Image.Image | str] = [pictures[0], "\nOne. ", pictures[1], pictures[2], "two"]
-        conversation = [
-            {"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts
-        ]
-        text, adds_first = self._template.write([{"role": "user", "content": conversation}])
-        made = self._processor(text=[text], images=[pictures], add_special_tokens=adds_first)
-        files = [_png(picture) for picture in pictures]
         message = Message(
             "user", tuple(TextPart(p) if isinstance(p, str) else ImagePart(b"") for p in parts)
         )
-        images = [self.prepare(file, alone=False) for file in files]
+        text, adds_first = self._template.write([message])
+        made = self._processor(text=[text], images=[pictures], add_special_tokens=adds_first)
+        images = [self.prepare(_png(picture), alone=False) for picture in pictures]
         prompt = self._template.render([message], images)
         ours = [
             token
@@ -159,7 +163,7 @@ class ProcessorPipeline:
             for token in (s.token_ids if isinstance(s, TextSegment) else s.image.token_ids or ())
         ]
         if ours != [int(token) for token in made["input_ids"][0]]:
-            raise ValueError(
+            raise ModelUnavailableError(
                 f"{type(self._processor).__name__} writes several images into a text in a way that "
                 "is not known here"
             )
@@ -206,7 +210,10 @@ class ProcessorPipeline:
             return self._crossed(inputs, before, after), inputs
         per_image, odd = divmod(len(places), count)
         if not per_image or odd:
-            raise ValueError(f"the processor made {len(places)} tokens of {count} equal images")
+            raise ModelUnavailableError(
+                f"{type(self._processor).__name__} made {len(places)} image tokens of {count} "
+                "equal images"
+            )
         run = tuple(ids[places[0] : places[per_image - 1] + 1])
         positions, span = _grid_positions(self._config, inputs)
         return _Facts(len(run), run, span, positions, before, after), inputs
@@ -223,7 +230,7 @@ class ProcessorPipeline:
         made_head = expanded[: expanded.index(token)]
         made_tail = expanded[expanded.rindex(token) + len(token) :]
         if not made_head.startswith(head) or not made_tail.endswith(tail):
-            raise ValueError(
+            raise ModelUnavailableError(
                 f"{type(self._processor).__name__} writes images into a text in a way that is not "
                 "known here"
             )
@@ -242,6 +249,9 @@ class NoImagePipeline:
 
     def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> HubImage:
         raise RequestError("this model takes no images", param=param)
+
+    def pixels(self, image: ImageInput) -> Mapping[str, Any]:
+        raise AssertionError("an image of a model that takes none")
 
 
 class _Hearing:

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from mmserve.model import memory
+from mmserve.model import memory, rope
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.model.hub import Source, locate
 from mmserve.model.processor import chat_template_of, load_processor, tokenizer_of
@@ -54,6 +54,7 @@ class Checkpoint:
     chat_templates: dict[str, str]  # by name; `default` is there
     takes_images: bool
     max_model_len: int
+    rope_scaling: dict[str, Any] | None  # on demand, as `rope.asked` makes it
     eos_token_ids: frozenset[int]
     sampling: SamplingDefaults
     shards: tuple[Shard, ...]
@@ -71,10 +72,7 @@ class Checkpoint:
     @property
     def image_token_id(self) -> int | None:
         """The token at whose places the model puts image features."""
-        for name in ("image_token_id", "image_token_index"):
-            if (found := getattr(self.config, name, None)) is not None:
-                return int(found)
-        return None
+        return _image_token_id(self.config)
 
     def weights_bytes(self, dtype: torch.dtype) -> int:
         """Of all weights when the floating-point ones are held in `dtype`."""
@@ -91,15 +89,18 @@ def open_checkpoint(
     model: str,
     *,
     max_model_len: int | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
     processor_kwargs: Mapping[str, Any] | None = None,
     chat_template: Path | None = None,
     progress: bool = True,
 ) -> Checkpoint:
     """What `--model` names, fetched if need be, and checked up to the first byte of weights.
 
+    `rope_scaling` is for sequences beyond the trained length (`--rope-scaling`),
     `processor_kwargs` are settings of the image processor (`--mm-processor-kwargs`),
     `chat_template` a file that takes the place of the checkpoint's own. Raises
-    `ModelUnavailableError`, and `ValueError` for a `max_model_len` beyond the model's own.
+    `ModelUnavailableError`, and `ValueError` for a `max_model_len` beyond the model's own, or
+    scaling that does not fit it.
     """
     source = locate(model, progress)
     name = _name(model, source)
@@ -110,8 +111,14 @@ def open_checkpoint(
         takes_images = False
         shards = (_gguf_shard(source.folder / source.gguf),)
     config = _config(name, source)
+    if takes_images and _image_token_id(config) is None:
+        raise ModelUnavailableError(f"{name} takes images, but its config names no image token")
     processor = load_processor(name, source, takes_images, processor_kwargs or {})
     longest = declared_length(config.get_text_config())
+    scaling = rope.asked(rope_scaling, longest) if rope_scaling else None
+    if scaling:
+        rope.scaled_config(config.get_text_config(), scaling)
+        longest = rope.reach(scaling)
     if max_model_len is not None and not 0 < max_model_len <= longest:
         raise ValueError(f"max_model_len must be 1 to {longest} for {name}")
     generation = _read_json(source.folder / "generation_config.json", optional=True)
@@ -127,6 +134,7 @@ def open_checkpoint(
         chat_templates=chat_template_of(name, processor, chat_template),
         takes_images=takes_images,
         max_model_len=max_model_len or longest,
+        rope_scaling=scaling,
         eos_token_ids=_eos(generation, config, tokenizer_of(processor)),
         sampling=_sampling(generation),
         shards=shards,
@@ -153,6 +161,13 @@ def declared_length(text_config: Any) -> int:
     if kind == "yarn":
         longest = int(rope.get("original_max_position_embeddings") or longest)
     return int(longest * float(rope.get("factor") or 1.0))
+
+
+def _image_token_id(config: Any) -> int | None:
+    for name in ("image_token_id", "image_token_index"):
+        if (found := getattr(config, name, None)) is not None:
+            return int(found)
+    return None
 
 
 def _name(model: str, source: Source) -> str:

@@ -16,6 +16,8 @@ from PIL import Image
 from mmserve.engine.hub_images import NoImagePipeline, ProcessorPipeline
 from mmserve.errors import InvalidImageError, RequestError, UnsupportedImageTypeError
 from mmserve.hub_prompt import HubTemplate
+from mmserve.model.fetch import ModelUnavailableError
+from mmserve.prompt import ImagePart, Message, TextPart
 from tests.model import families
 from tests.model.border import Border, flat, open_border, png
 
@@ -156,7 +158,7 @@ def test_a_known_image_is_not_decoded_again(opened: Open) -> None:
         first.token_ids,
         first.width,
     )
-    restored = made.inputs(again)  # its KV was evicted since
+    restored = made.pixels(again)  # its KV was evicted since
     assert len(decoded) == 2
     assert torch.equal(restored["pixel_values"], first.inputs["pixel_values"])
 
@@ -257,10 +259,45 @@ def test_a_processor_that_writes_images_in_an_unknown_way_is_refused(
         image_token_id=known.image_token_id,
     )
     assert border.pipeline is not None
-    with pytest.raises(ValueError, match="in a way that is not known here"):
+    with pytest.raises(ModelUnavailableError, match="in a way that is not known here"):
         ProcessorPipeline(
             border.pipeline.limits, known.processor, template, known.config, settings_id=b""
         )
+
+
+def test_a_template_that_shows_no_image_is_refused_when_it_is_loaded(opened: Open) -> None:
+    border = opened("llava")
+    known = border.checkpoint
+    template = HubTemplate(
+        known.processor,
+        chat_template="{% for m in messages %}{{ m.content[-1].text }}{% endfor %}",
+        takes_images=True,
+        image_token_id=known.image_token_id,
+    )
+    assert border.pipeline is not None
+    with pytest.raises(ModelUnavailableError, match="LlavaProcessor does not take"):
+        ProcessorPipeline(
+            border.pipeline.limits, known.processor, template, known.config, settings_id=b""
+        )
+
+
+def test_images_go_into_the_string_where_a_template_takes_no_items(opened: Open) -> None:
+    border = opened("llava")
+    known = border.checkpoint
+    template = HubTemplate(
+        known.processor,
+        chat_template="{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}",
+        takes_images=True,
+        image_token_id=known.image_token_id,
+    )
+    assert border.pipeline is not None
+    made = ProcessorPipeline(
+        border.pipeline.limits, known.processor, template, known.config, settings_id=b""
+    )
+    parts = (TextPart("a"), ImagePart(b""), TextPart("b"))
+    prompt = template.render([Message("user", parts)], [made.prepare(png(SMALL))])
+    theirs = known.processor(text="user: a\n<image>\nb", images=SMALL)["input_ids"][0]
+    assert flat(prompt) == list(theirs)
 
 
 def test_threads_share_a_pipeline(opened: Open) -> None:
