@@ -173,6 +173,12 @@ def test_serving_an_unknown_model_names_the_known_ones() -> None:
 
 
 @pytest.mark.slow
+def test_serving_a_folder_that_is_no_checkpoint_names_it(tmp_path: Path) -> None:
+    line = complaint("serve", "--port", "0", "--model", str(tmp_path), status=2)
+    assert str(tmp_path) in line
+
+
+@pytest.mark.slow
 def test_serving_the_world_without_a_key_is_refused() -> None:
     assert "API key" in complaint("serve", "--host", "0.0.0.0", "--port", "0")
 
