@@ -39,6 +39,8 @@ class ModelConfig:
     device: str = "auto"  # auto | cpu | cuda
     lora: bool = True  # False serves the untouched base model's text weights
     max_model_len: int | None = None  # tokens, text and image; default: the model's own
+    # For sequences beyond the trained length; max_model_len grows by its factor.
+    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
     num_threads: int | None = None  # CPU threads; default: torch's
     cache_dir: Path | None = None  # where fetched weights live; default: ~/.cache/mmserve
     # Of checkpoints that transformers defines: settings of the image processor, and a chat template
@@ -54,6 +56,8 @@ class CacheConfig:
     page_size: int = 16
     text_bytes: int = 1 * GIB
     vision_bytes: int = GIB // 2
+    # What the vision tower made of images, for when they are seen behind other text.
+    feature_bytes: int = GIB // 4
     prefix_caching: bool = True
 
 

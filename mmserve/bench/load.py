@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +63,8 @@ class Load:
         self.device = self.engine.runner.device
         vocab = self.engine.tokenizer.vocab_size
         self._plain = range(min(1000, vocab // 2), vocab)  # special tokens have low ids
-        size = self.engine.spec.image_size
+        pipeline: Any = self.engine.pipeline
+        size, self._image_tokens = pipeline.size, pipeline.num_tokens
         noise = np.random.default_rng(self.seed)
         shape = (_NOISE_IMAGES, 3, size, size)
         self._noise = noise.integers(0, 256, shape, dtype=np.uint8)
@@ -75,8 +77,7 @@ class Load:
         number = next(self._names)
         digest = fingerprint(("noise", f"{self.seed}/{number}".encode()))
         pixels = self._noise[number % _NOISE_IMAGES]
-        tokens = self.engine.spec.num_image_tokens
-        return ImageSegment(ImageInput(digest, b"", tokens, pixels))
+        return ImageSegment(ImageInput(digest, b"", self._image_tokens, pixels))
 
     def images(self, count: int) -> list[Segment]:
         return [self.image() for _ in range(count)]

@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
+from mmserve.engine.border import build_border
 from mmserve.engine.grammar import Grammars, Matcher
 from mmserve.engine.live import Live
 from mmserve.engine.meter import board_meter, step_work
 from mmserve.engine.model_runner import ModelRunner, build_runner
 from mmserve.engine.sampler import Drawn, Sampler
-from mmserve.engine.vision_pipeline import VisionPipeline
 from mmserve.metrics import Metrics
-from mmserve.model.loader import LoadedModel
-from mmserve.prompt import ChatTemplate
+from mmserve.model.weights import Loaded
 from mmserve.request import FinishReason, Request, Sequence, TokenEvent
-from mmserve.scheduler.batch import Batch, ImageJob
+from mmserve.scheduler.batch import Batch, ContextImage, ImageJob
 from mmserve.scheduler.scheduler import Scheduler
-from mmserve.tokenizer import Tokenizer
-from mmserve.vision.preprocess import fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -50,35 +48,24 @@ class Flight(NamedTuple):
 class Engine:
     """Requests in (`add`, `abort`), events out (`step`)."""
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
-        spec = loaded.spec
-        self.spec = spec
-        self.max_model_len = spec.max_model_len
+    def __init__(self, config: EngineConfig, loaded: Loaded) -> None:
+        self.name = loaded.name
+        self.max_model_len = loaded.max_model_len
         self.metrics = Metrics()
         self.energy = board_meter(loaded, self.metrics)
         self.runner = build_runner(loaded, config.cache, config.model)
-        names = map(loaded.tokenizer.id_to_token, self.runner.eos_token_ids)
-        self.tokenizer = Tokenizer(loaded.tokenizer, [name for name in names if name])
-        self.grammars = Grammars(loaded.tokenizer, self.tokenizer.eos_token_ids)
-        self.template = ChatTemplate(
-            self.tokenizer,
-            system=spec.system_prompt,
-            image_prefix=spec.image_prefix,
-            image_suffix=spec.image_suffix,
-        )
-        self.scheduler = build_scheduler(config, self.runner, spec.max_model_len)
-        self.pipeline = VisionPipeline(
+        self.scheduler = build_scheduler(config, self.runner, loaded.max_model_len)
+        border = build_border(
+            loaded,
             config.images,
-            size=spec.image_size,
-            num_tokens=spec.num_image_tokens,
-            settings_id=fingerprint(
-                ("weights", spec.weights_id),
-                ("dtype", self.runner.dtype.encode()),
-                ("size", str(spec.image_size).encode()),
-            ),
-            is_resident=self.scheduler.holdings.is_stored,
+            dtype=self.runner.dtype,
+            is_resident=self.runner.knows
+            if self.runner.in_context
+            else self.scheduler.holdings.is_stored,
             on_decode=self.metrics.image_decodes.inc,
         )
+        self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border
+        self.grammars = Grammars(loaded.tokenizer, self.tokenizer.eos_token_ids)
         # One flight is in the air between two steps. May be set at any time, to compare.
         self.overlaps = self.runner.overlaps
         self._flight: Flight | None = None
@@ -102,7 +89,10 @@ class Engine:
             matcher = matcher or self.grammars.matcher(constraint)
         scheduler = self.scheduler
         seq = Sequence(
-            request, in_context=scheduler.in_context, whole_prompt=scheduler.whole_prompts
+            request,
+            in_context=scheduler.in_context,
+            whole_prompt=scheduler.whole_prompts,
+            regimes=self.runner.regimes,
         )
         room = min(self.max_model_len - seq.length, self.scheduler.text_capacity - seq.num_tokens)
         seq.token_limit = min(seq.token_limit, seq.num_tokens + room)
@@ -140,24 +130,40 @@ class Engine:
 
     def _encode(self, job: ImageJob) -> None:
         """Write one image's KV; a failure ends the requests that need it and no others."""
-        started = time.monotonic()
-        key, holdings = job.key, self.scheduler.holdings
-        if not holdings.is_reserved(key):
+        holdings = self.scheduler.holdings
+        if not holdings.is_reserved(job.key):
             return  # its last holder has just ended, with another image that failed
+        encode = self.runner.encode
+        if self._try_image(job.key, lambda: encode(job, self.pipeline.pixels(job.image))):
+            holdings.settle(job.key, written=True)
+            self._count_images(1)
+
+    def _look(self, context: ContextImage) -> None:
+        """Have an image's features ready for the chunk that computes it; failures as above."""
+        placed, runner = context.placed, self.runner
+        if not runner.knows(placed.image.digest):
+            self._try_image(
+                placed.key,
+                lambda: runner.look(placed.image, self.pipeline.pixels(placed.image)),
+            )
+
+    def _try_image(self, key: bytes, work: Callable[[], None]) -> bool:
+        """Work on an image, charged to whoever waits for it."""
+        started = time.monotonic()
+        holdings = self.scheduler.holdings
         holders = [live for live in self._live.values() if holdings.awaits(live.seq, key)]
         try:
-            self.runner.encode(job, self.pipeline.pixels(job.image))
+            work()
         except Exception:
             logger.exception("encoding an image failed")
             holdings.settle(key, written=False)
             for live in holders:
                 self._finish(live, FinishReason.ERROR, "The image could not be encoded.")
-            return
-        holdings.settle(key, written=True)
-        self._count_images(1)
+            return False
         for live in holders:
             live.clock.schedule(started)
             live.clock.image_s += time.monotonic() - started
+        return True
 
     def _launch(self, batch: Batch, started: float) -> Flight:
         """Start a step on the device; pending tokens stand for those it will choose."""
@@ -166,7 +172,11 @@ class Engine:
                 self._live[chunk.seq.id].clock.schedule(started)
             for job in batch.images:
                 self._encode(job)
-            batch.chunks = [c for c in batch.chunks if not c.seq.finished]
+        for chunk in batch.chunks:
+            for context in chunk.images:
+                if not chunk.seq.finished:
+                    self._look(context)
+        batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         previous = self._flight.drawn.tokens if self._flight else None
         logits = self.runner.run(batch, previous)
         self._count_images(sum(len(chunk.images) for chunk in batch.chunks))
@@ -306,6 +316,6 @@ def build_scheduler(config: EngineConfig, runner: ModelRunner, max_model_len: in
         radix=radix,
         page_size=size,
         max_model_len=max_model_len,
-        in_context=getattr(runner, "in_context", False),
-        whole_prompts=getattr(getattr(runner, "sight", None), "whole_prompt", False),
+        in_context=runner.in_context,
+        whole_prompts=runner.sight.whole_prompt,
     )

@@ -14,13 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmserve.energy import Background, EnergyMeter, Part, Weights, Work, board_reader
 from mmserve.metrics import Metrics
 from mmserve.model.loader import LoadedModel
+from mmserve.model.weights import Loaded
 from mmserve.request import Sequence
 from mmserve.scheduler.batch import Batch
 
 QUESTION = 32  # text tokens that read a found image, nominally
 
 
-def board_meter(loaded: LoadedModel, metrics: Metrics) -> EnergyMeter:
+def board_meter(loaded: Loaded, metrics: Metrics) -> EnergyMeter:
     """A meter of the board that `loaded` is on; free, and zero, on a CPU.
 
     Call before the runner fuses the model. Encodes one blank image where there is a counter.
@@ -30,7 +31,9 @@ def board_meter(loaded: LoadedModel, metrics: Metrics) -> EnergyMeter:
     reader = Background(counter) if counter else None
     return EnergyMeter(
         reader,
-        image_weights(loaded) if reader else Weights(image_miss=1.0),
+        image_weights(loaded)
+        if reader and isinstance(loaded, LoadedModel)
+        else Weights(image_miss=1.0),
         on_spend=lambda part, joules: metrics.energy_joules[part.value].inc(joules),
     )
 

@@ -15,14 +15,15 @@ from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.config import CacheConfig, ModelConfig
 from mmserve.engine.plan import Planner, StepInput
+from mmserve.engine.feature_cache import FeatureCache
 from mmserve.kernels.chain import has_kernels
 from mmserve.kernels.reference import AttentionPlan, rope_table, write_kv
 from mmserve.model import attention
-from mmserve.model.adapter import Adapter, Features
+from mmserve.model.adapter import Adapter
 from mmserve.model.cpu_layer import CPULayer
 from mmserve.model.fuse import fuse
-from mmserve.model.loader import LoadedModel
 from mmserve.model.rope import Block, stack_tables
+from mmserve.model.weights import Loaded
 from mmserve.request import ImageInput
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
 
@@ -34,13 +35,14 @@ class Logits(NamedTuple):
     values: Tensor
 
 
-def resolve_dtype(name: str, device: torch.device) -> str:
-    """`auto` is int8 on a CPU, bfloat16 on a GPU with our kernels, else float32.
+def resolve_dtype(name: str, device: torch.device, *, stock: bool = False) -> str:
+    """`auto` is bfloat16 on a GPU with our kernels, int8 on a CPU, there float32 for a `stock`
+    model, which has to give transformers' tokens.
 
     Raises ValueError.
     """
     known = ["float32"]
-    if device.type == "cpu":
+    if device.type == "cpu" and not stock:
         known = ["int8", "float32"]
     elif has_kernels(device):
         known = ["bfloat16", "float32"]
@@ -57,12 +59,12 @@ class ModelRunner:
     # The step is this thread's own work, so one launched ahead would only delay the answers.
     overlaps = False
 
-    def __init__(self, loaded: LoadedModel, cache: CacheConfig, *, dtype: str) -> None:
+    def __init__(self, loaded: Loaded, cache: CacheConfig, *, dtype: str) -> None:
         self.lm: Any = loaded.lm
         self.vision_model: Any = getattr(loaded, "vision", None)
         self.stock = loaded.stock
         self.device = loaded.device
-        self.dtype = resolve_dtype(dtype, self.device)
+        self.dtype = resolve_dtype(dtype, self.device, stock=loaded.stock)
         if self.dtype == "bfloat16":
             self.lm.to(torch.bfloat16)
         self.adapter = Adapter(self.lm, getattr(loaded, "rope_scaling", None))
@@ -87,7 +89,7 @@ class ModelRunner:
         self.vision = tuple(
             VisionKVPool(shape, cache.vision_bytes // len(shapes)) for shape in shapes
         )
-        self._features: dict[bytes, Features] = {}  # of images that the next step computes
+        self._features = FeatureCache(cache.feature_bytes)
         self._fuse()
         self._warm_up(self.adapter.hidden_size)
 
@@ -165,9 +167,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def look(self, image: ImageInput, inputs: Mapping[str, Any]) -> None:
-        """Run an image through the model's tower, for the step that computes it in its context."""
+        """Run an image through the model's tower, for steps that compute it in its context."""
         assert image.token_ids is not None
-        self._features[image.digest] = self.adapter.look(image.token_ids, inputs)
+        self._features.put(image.digest, self.adapter.look(image.token_ids, inputs))
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether an image need not be looked at (again). May be asked on any thread."""
+        return digest in self._features
 
     @torch.inference_mode()
     def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
@@ -182,7 +188,7 @@ class ModelRunner:
         step = self._step(step_input.plans)
         where, regimes = step_input.positions, step_input.regimes
         hidden = self.adapter.decode(embeds, where, step, regimes, **extra)
-        self._features.clear()
+        self._features.trim()
         sampling = [i for i, c in enumerate(step_input.order) if c.samples]
         if not sampling:
             return None
@@ -195,7 +201,7 @@ class ModelRunner:
         embeds = self.adapter.embed(step_input.token_ids)
         images = []
         for first, placed in step_input.images:
-            features = self._features[placed.image.digest]
+            features = self._features.get(placed.image.digest)
             embeds[first : first + len(features.embeds)] = features.embeds
             images.append((first, features))
         extra = self.adapter.extras(images, len(embeds))
@@ -217,7 +223,7 @@ def seen_rows(plan: AttentionPlan, num_rows: int) -> Tensor | None:
     return seen if bool(seen.any()) else None
 
 
-def build_runner(loaded: LoadedModel, cache: CacheConfig, model: ModelConfig) -> ModelRunner:
+def build_runner(loaded: Loaded, cache: CacheConfig, model: ModelConfig) -> ModelRunner:
     """The runner of the model's device. Raises ValueError for what the device cannot do."""
     if has_kernels(loaded.device):
         from mmserve.engine.cuda_runner import CUDARunner  # imports Triton

@@ -38,10 +38,11 @@ class VisionPipeline:
         self.is_resident = is_resident
         self.on_decode = on_decode
 
-    def prepare(self, data: bytes, param: str | None = None) -> ImageInput:
+    def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> ImageInput:
         """Check and identify one image; decode it unless its KV is known.
 
-        Raises InvalidImageError, UnsupportedImageTypeError or ImageTooLargeError with `param`.
+        `alone`: it is the only one of its prompt, which makes no difference here. Raises
+        InvalidImageError, UnsupportedImageTypeError or ImageTooLargeError with `param`.
         """
         try:
             preprocess.check_header(data, self.limits)

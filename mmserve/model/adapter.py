@@ -45,6 +45,10 @@ class Features(NamedTuple):
     deep: tuple[Tensor, ...] = ()
     deep_rows: Tensor | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in (self.embeds, *self.deep))
+
 
 # transformers builds these masks outside of the model's modules.
 _SIGHTS = {"gemma3": Sight(whole_images=True), "paligemma": Sight(whole_prompt=True)}

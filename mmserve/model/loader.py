@@ -11,10 +11,11 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mmserve.config import ModelConfig
+from mmserve.model import rope
 from mmserve.model.fetch import default_cache_dir, fetch_base_model
 from mmserve.model.lora import merge_lora
 from mmserve.model.spec import ModelSpec, load_spec
@@ -49,7 +51,7 @@ _PRE_TOKENIZER = {
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run: float32 on `device`, evaluation mode, adapter merged.
+    """A native model ready to run: float32 on `device`, evaluation mode, adapter merged.
 
     The tokenizer reads special tokens in text as plain characters; they are written by id.
     """
@@ -59,8 +61,13 @@ class LoadedModel:
     vision: VisionModel
     spec: ModelSpec
     device: torch.device
+    rope_scaling: Mapping[str, Any] | None = None  # on demand, as `rope.asked` makes it
 
     stock = False  # whether it is all transformers', images too
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     @property
     def max_model_len(self) -> int:
@@ -79,10 +86,11 @@ def load_model(cfg: ModelConfig, progress: bool = True) -> LoadedModel:
     not fit the model).
     """
     spec = load_spec(cfg.model, cfg.lora)
-    if cfg.max_model_len is not None:
-        if not 0 < cfg.max_model_len <= spec.max_model_len:
-            raise ValueError(f"max_model_len must be 1 to {spec.max_model_len} for {spec.name}")
-        spec = dataclasses.replace(spec, max_model_len=cfg.max_model_len)
+    scaling = rope.asked(cfg.rope_scaling, spec.max_model_len) if cfg.rope_scaling else None
+    longest = rope.reach(scaling) if scaling else spec.max_model_len
+    if cfg.max_model_len is not None and not 0 < cfg.max_model_len <= longest:
+        raise ValueError(f"max_model_len must be 1 to {longest} for {spec.name}")
+    spec = dataclasses.replace(spec, max_model_len=cfg.max_model_len or longest)
     device = resolve_device(cfg.device)
     folder = _base_model(spec, cfg.cache_dir or default_cache_dir(), progress)
     lm = _language_model(folder, spec)
@@ -90,7 +98,8 @@ def load_model(cfg: ModelConfig, progress: bool = True) -> LoadedModel:
     tokenizer.encode_special_tokens = True
     vision = VisionModel(spec.vision)
     vision.load_weights(_read(*spec.vision_files))
-    return LoadedModel(lm.to(device), tokenizer, vision.eval().to(device), spec, device)
+    vision.eval().to(device)
+    return LoadedModel(lm.to(device), tokenizer, vision, spec, device, scaling)
 
 
 def resolve_device(name: str) -> torch.device:

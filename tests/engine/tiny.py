@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.engine import Engine
+from mmserve.model.loader import LoadedModel
 
 HIDDEN, LAYERS, KV_HEADS, HEAD_DIM = 96, 3, 2, 24  # 6 heads: wider than the hidden size
 VOCAB = 264  # 259 known tokens, padded as models' vocabularies often are
@@ -91,13 +92,9 @@ def tiny_model(max_model_len: int = MAX_LEN) -> Any:
         num_image_tokens=IMAGE_TOKENS,
         weights_id=bytes(32),
     )
-    return SimpleNamespace(
-        lm=tiny_lm(),
-        vision=TinyVision().requires_grad_(False),
-        tokenizer=tiny_tokenizer(),
-        spec=spec,
-        device=torch.device("cpu"),
-    )
+    loaded: Any = LoadedModel
+    vision = TinyVision().requires_grad_(False)
+    return loaded(tiny_lm(), tiny_tokenizer(), vision, spec, torch.device("cpu"))
 
 
 def tiny_config(

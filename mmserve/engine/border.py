@@ -1,0 +1,128 @@
+"""What stands between requests and an engine: its tokenizer, chat template and image pipeline.
+
+Owns the choice between the native composition's and a public checkpoint's own. Knows nothing of
+scheduling or KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from mmserve.config import ImageLimits
+from mmserve.engine.hub_images import NoImagePipeline, ProcessorPipeline
+from mmserve.engine.vision_pipeline import VisionPipeline
+from mmserve.hub_prompt import HubTemplate
+from mmserve.model.loader import LoadedModel
+from mmserve.model.weights import Loaded, LoadedCheckpoint
+from mmserve.prompt import ChatTemplate, Message, Prompt
+from mmserve.request import ImageInput
+from mmserve.tokenizer import Tokenizer
+from mmserve.vision.preprocess import fingerprint
+
+
+class Pipeline(Protocol):
+    """From an image file to what the runner takes."""
+
+    def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> ImageInput:
+        """Thread-safe. `alone`: the only image of its prompt. Raises `RequestError`s."""
+
+    def pixels(self, image: ImageInput) -> Any:
+        """What `ModelRunner.encode` or `look` takes of a prepared image."""
+
+
+class Template(Protocol):
+    def render(
+        self,
+        messages: Sequence[Message],
+        images: Sequence[ImageInput],
+        *,
+        continue_final: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Prompt:
+        """Thread-safe. Raises `RequestError`s."""
+
+
+class Border(NamedTuple):
+    """`least_image_tokens`: what an image takes at least, known before it is looked at."""
+
+    tokenizer: Tokenizer
+    template: Template
+    pipeline: Pipeline
+    least_image_tokens: int
+
+
+def build_border(
+    loaded: Loaded,
+    limits: ImageLimits,
+    *,
+    dtype: str,
+    is_resident: Callable[[bytes], bool],
+    on_decode: Callable[[], None],
+) -> Border:
+    """`dtype`: how weights are held, which KV depends on. Raises ValueError for a model that
+    cannot be spoken to."""
+    names = map(loaded.tokenizer.id_to_token, sorted(loaded.eos_token_ids))
+    tokenizer = Tokenizer(loaded.tokenizer, [name for name in names if name])
+    if isinstance(loaded, LoadedCheckpoint):
+        return _of_checkpoint(loaded, tokenizer, limits, dtype, is_resident, on_decode)
+    return _native(loaded, tokenizer, limits, dtype, is_resident, on_decode)
+
+
+def _native(
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    limits: ImageLimits,
+    dtype: str,
+    is_resident: Callable[[bytes], bool],
+    on_decode: Callable[[], None],
+) -> Border:
+    spec = loaded.spec
+    template = ChatTemplate(
+        tokenizer,
+        system=spec.system_prompt,
+        image_prefix=spec.image_prefix,
+        image_suffix=spec.image_suffix,
+    )
+    pipeline = VisionPipeline(
+        limits,
+        size=spec.image_size,
+        num_tokens=spec.num_image_tokens,
+        settings_id=fingerprint(
+            ("weights", spec.weights_id),
+            ("dtype", dtype.encode()),
+            ("size", str(spec.image_size).encode()),
+        ),
+        is_resident=is_resident,
+        on_decode=on_decode,
+    )
+    return Border(tokenizer, template, pipeline, spec.num_image_tokens)
+
+
+def _of_checkpoint(
+    loaded: LoadedCheckpoint,
+    tokenizer: Tokenizer,
+    limits: ImageLimits,
+    dtype: str,
+    is_resident: Callable[[bytes], bool],
+    on_decode: Callable[[], None],
+) -> Border:
+    checkpoint = loaded.checkpoint
+    template = HubTemplate(
+        checkpoint.processor,
+        chat_template=checkpoint.chat_templates,
+        takes_images=checkpoint.takes_images,
+        image_token_id=checkpoint.image_token_id,
+    )
+    if not checkpoint.takes_images:
+        return Border(tokenizer, template, NoImagePipeline(), 0)
+    pipeline = ProcessorPipeline(
+        limits,
+        checkpoint.processor,
+        template,
+        checkpoint.config,
+        settings_id=fingerprint(("weights", checkpoint.weights_id), ("dtype", dtype.encode())),
+        is_resident=is_resident,
+        on_decode=on_decode,
+    )
+    return Border(tokenizer, template, pipeline, 1)

@@ -1,0 +1,105 @@
+"""Whatever `--model` names, ready to run: a native composition or a public checkpoint.
+
+Owns the choice between the two, and loading a checkpoint's weights through transformers. What was
+checked when it was opened is not checked again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from mmserve.config import ModelConfig
+from mmserve.model.checkpoint import Checkpoint, open_checkpoint
+from mmserve.model.fetch import ModelUnavailableError
+from mmserve.model.loader import LoadedModel, load_model, resolve_device
+from mmserve.model.supported import MODELS
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A model that is all transformers', images too; evaluation mode, on `device`."""
+
+    lm: Any
+    checkpoint: Checkpoint
+    device: torch.device
+
+    stock = True
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.name
+
+    @property
+    def max_model_len(self) -> int:
+        return self.checkpoint.max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self.checkpoint.eos_token_ids
+
+    @property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        backend: tokenizers.Tokenizer = self.checkpoint.tokenizer.backend_tokenizer
+        return backend
+
+
+Loaded = LoadedModel | LoadedCheckpoint
+
+
+def load(cfg: ModelConfig, pool_bytes: int = 0) -> Loaded:
+    """Loads what `cfg` names; `pool_bytes` of KV must fit beside a checkpoint's weights.
+
+    Raises `ModelUnavailableError`, and `ValueError` for a configuration that does not fit.
+    """
+    if cfg.model.endswith(".json") or (MODELS / f"{cfg.model}.json").is_file():
+        return load_model(cfg)
+    device = resolve_device(cfg.device)
+    checkpoint = open_checkpoint(
+        cfg.model,
+        max_model_len=cfg.max_model_len,
+        processor_kwargs=cfg.processor_kwargs,
+        chat_template=cfg.chat_template,
+    )
+    half = device.type == "cuda" and cfg.dtype in ("auto", "bfloat16")
+    dtype = torch.bfloat16 if half else torch.float32
+    return load_checkpoint(checkpoint, dtype, device, pool_bytes)
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, pool_bytes: int = 0
+) -> LoadedCheckpoint:
+    """Loads all weights, or none. Raises `ModelUnavailableError`."""
+    checkpoint.require_memory(dtype, device, pool_bytes)
+    kind = AutoModelForImageTextToText if checkpoint.takes_images else AutoModelForCausalLM
+    source = checkpoint.source
+    extra = {"gguf_file": source.gguf} if source.gguf else {}
+    bars = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        lm, report = kind.from_pretrained(
+            source.folder,
+            config=checkpoint.config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **extra,
+        )
+    except Exception as error:  # weights of other shapes, a dtype that a model does not take
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelUnavailableError(f"{checkpoint.name} cannot be loaded: {line}") from error
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+    if missing := sorted(report["missing_keys"]):
+        raise ModelUnavailableError(
+            f"{checkpoint.name} lacks {len(missing)} of its tensors, {missing[0]} among them"
+        )
+    return LoadedCheckpoint(lm.eval().requires_grad_(False).to(device), checkpoint, device)

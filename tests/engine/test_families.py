@@ -1,0 +1,160 @@
+"""Public checkpoints give transformers' own tokens: every family, whole, cut, cached, crowded.
+
+Tiny random checkpoints (tests.model.families) are saved as folders and loaded as a user's would be;
+the answers they are held to are those of transformers' `generate`, in float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmserve.engine.engine import Engine
+from mmserve.model.weights import load
+from mmserve.request import SamplingParams, Segment
+from tests.engine.driver import Driver
+from tests.model import families
+from tests.model.border import Border, message, open_border
+
+STEPS = 64
+GREEDY = SamplingParams(max_tokens=STEPS, temperature=0.0)
+WINDOW = 24  # of the families that have one
+LONG = "The quick brown fox jumps over the lazy dog and back. " * 6  # over four windows
+
+Parts = tuple[Any, ...]
+
+TEXTS: dict[str, Parts] = {
+    "text": ("What is this and what is that?",),
+    "long": (LONG,),
+}
+PICTURES: dict[str, Parts] = {
+    "one": ("What is this?", families.picture(3), " Say it."),
+    "first": (families.picture(4, 70, 42), "What do you see?"),
+    "last": ("Look at this, please:", families.picture(5)),
+    "three": (
+        *("Compare", families.picture(3), "with", families.picture(6, 42, 60)),
+        *(families.picture(7, 84, 42), LONG),
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """One checkpoint: what transformers answers, and engines that serve it."""
+
+    name: str
+    folder: Path
+    border: Border
+
+    @property
+    def cases(self) -> dict[str, Parts]:
+        return TEXTS | (PICTURES if self.name in families.VISION else {})
+
+    def answer(self, case: str) -> families.Answer:
+        return _answer(self, case)
+
+    def engine(self, *, text_pages: int = 400, **scheduler: int) -> Engine:
+        model = ModelConfig(model=str(self.folder), device="cpu")
+        probe = Engine(EngineConfig(model=model), load(model)) if text_pages < 400 else None
+        page = sum(p.shape.page_bytes for p in probe.runner.text) if probe else 1 << 16
+        cache = CacheConfig(text_bytes=text_pages * page, vision_bytes=1 << 24)
+        return Engine(EngineConfig(model, cache, SchedulerConfig(**scheduler)), load(model))
+
+    def driver(self, **options: int) -> Driver:
+        return Driver(self.engine(**options))
+
+    def segments(self, driver: Driver, case: str) -> tuple[Segment, ...]:
+        """The case as a user's message, by the engine's own pipeline and template."""
+        parts = self.cases[case]
+        files = [p.data for p in message("user", *parts).parts if hasattr(p, "data")]
+        images = [driver.engine.pipeline.prepare(f, alone=len(files) == 1) for f in files]
+        return driver.engine.template.render([message("user", *parts)], images).segments
+
+    def check(self, driver: Driver, request: str, case: str) -> None:
+        """A finished request's tokens and logits are transformers'."""
+        wanted = self.answer(case)
+        got = driver.tokens(request)
+        logits = torch.stack(driver.logits[request])
+        assert got == wanted.ids, f"{self.name}/{case}: lead {wanted.lead():.1e}"
+        assert float((logits - wanted.logits).abs().max()) < 1e-3, case
+
+
+@cache
+def _answer(family: Family, case: str) -> families.Answer:
+    model, _ = families.load(family.folder)
+    if family.name == "mllama":
+        _as_trained(model)
+    answer = families.answer(model, family.border.encode(*family.cases[case]), STEPS)
+    assert len(set(answer.ids)) > 8, "a model that repeats itself tells little"
+    return answer
+
+
+def _as_trained(model: Any) -> None:
+    """Text before the first image gets nothing from cross attention, as in Meta's own code.
+
+    In transformers its attention reads every image of the prompt unmasked, padding too, and only
+    the MLP behind is kept out. A text's KV would then depend on images that come after it.
+    """
+    for layer in model.model.language_model.layers:
+        if hasattr(layer, "cross_attn"):
+            seen: list[Any] = []
+
+            def note(_: Any, __: Any, kwargs: dict[str, Any], seen: list[Any] = seen) -> None:
+                seen[:] = [kwargs["full_text_row_masked_out_mask"]]
+
+            def mask(_: Any, __: Any, out: Any, seen: list[Any] = seen) -> Any:
+                return out if seen[0] is None else (out[0] * seen[0][:, 0], *out[1:])
+
+            layer.register_forward_pre_hook(note, with_kwargs=True)
+            layer.cross_attn.register_forward_hook(mask)
+
+
+@pytest.fixture(scope="module", params=[*families.VISION, *families.TEXT])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    name: str = request.param
+    folder = families.build(name, tmp_path_factory.getbasetemp() / "families")
+    return Family(name, folder, open_border(folder))
+
+
+def test_alone_cached_and_again_in_a_crowd(family: Family) -> None:
+    driver = family.driver(max_num_batched_tokens=64)
+    for case in family.cases:
+        request = driver.submit(family.segments(driver, case), GREEDY)
+        driver.run()
+        family.check(driver, request, case)
+    # Once more, all together; now the prefix cache and the vision pool know them.
+    requests = {c: driver.submit(family.segments(driver, c), GREEDY) for c in family.cases}
+    driver.run()
+    for case, request in requests.items():
+        family.check(driver, request, case)
+        usage = driver.last(request).usage
+        assert usage is not None and usage.cached_tokens > 0
+        assert usage.vision_misses == 0
+    driver.assert_idle()
+
+
+def test_chunks_end_inside_texts_and_around_images(family: Family) -> None:
+    driver = family.driver(max_num_batched_tokens=5)
+    requests = {c: driver.submit(family.segments(driver, c), GREEDY) for c in family.cases}
+    driver.run()
+    for case, request in requests.items():
+        family.check(driver, request, case)
+    driver.assert_idle()
+
+
+def test_preempted_sequences_go_on_as_if_nothing_had_been(family: Family) -> None:
+    driver = family.driver(text_pages=22, max_num_batched_tokens=128)
+    twice = [*family.cases, *family.cases]
+    requests = [(c, driver.submit(family.segments(driver, c), GREEDY)) for c in twice]
+    driver.run()
+    for case, request in requests:
+        family.check(driver, request, case)
+    assert driver.engine.metrics.num_preemptions._value.get() > 0
+    driver.assert_idle()
