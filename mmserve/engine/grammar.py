@@ -88,6 +88,10 @@ class Grammars:
         assert self._loaded is not None
         return Matcher(grammar.deep_copy(), self._loaded.vocab_size)
 
+    def knows(self, constraint: Constraint) -> bool:
+        """Whether `matcher` has it at hand; it counts as used."""
+        return self._get(constraint) is not None
+
     def _get(self, constraint: Constraint) -> LLMatcher | None:
         with self._reading:
             grammar = self._known.get(constraint)
