@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numba
@@ -30,7 +31,7 @@ from mmserve.errors import (
     TooManyImagesError,
 )
 from mmserve.metrics import Metrics
-from mmserve.model.loader import load_model
+from mmserve.model.weights import load
 from mmserve.prompt import ImagePart, Message, Prompt
 from mmserve.request import (
     Constraint,
@@ -93,7 +94,8 @@ def build_engine(config: EngineConfig) -> Engine:
         torch.set_num_threads(config.model.num_threads)
     # The compiled kernels have threads of their own, as many as the machine has cores at most.
     numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-    return Engine(config, load_model(config.model))
+    pools = config.cache.text_bytes + config.cache.vision_bytes
+    return Engine(config, load(config.model, pools))
 
 
 class AsyncEngine:
@@ -128,11 +130,10 @@ class AsyncEngine:
         )
         self._thread.start()
         self._engine = await loaded
-        spec = self._engine.spec
         self.info = ModelInfo(
-            name=self.config.model.served_name or spec.name,
-            max_model_len=spec.max_model_len,
-            image_tokens=spec.num_image_tokens,
+            name=self.config.model.served_name or self._engine.name,
+            max_model_len=self._engine.max_model_len,
+            image_tokens=self._engine.least_image_tokens,
             image_limits=self.config.images,
             created=int(time.time()),
         )
@@ -184,7 +185,7 @@ class AsyncEngine:
                 param=new[limit].param,
             )
         # A prompt that cannot fit is refused before any image of it is decoded.
-        floor = len(parts) * engine.spec.num_image_tokens
+        floor = len(parts) * engine.least_image_tokens
         if floor >= engine.max_model_len:
             raise ContextLengthExceededError(
                 f"The {len(parts)} images take {floor} tokens; the context limit is "
@@ -196,7 +197,10 @@ class AsyncEngine:
             await loop.run_in_executor(self._compiler, engine.grammars.matcher, constraint)
         images: list[ImageInput] = await asyncio.gather(
             *(
-                loop.run_in_executor(self._workers, engine.pipeline.prepare, p.data, p.param)
+                loop.run_in_executor(
+                    self._workers,
+                    partial(engine.pipeline.prepare, p.data, p.param, alone=len(parts) == 1),
+                )
                 for p in parts
             )
         )
