@@ -86,6 +86,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", default=model.device, choices=("auto", "cpu", "cuda"))
     add("--no-lora", action="store_true", help="serve the base model's own text weights")
     add("--max-model-len", type=_count, help="tokens, text and image")
+    add(
+        "--rope-scaling",
+        type=_settings,
+        metavar="JSON",
+        help='for sequences beyond the trained length, such as {"rope_type": "yarn", "factor": 4}',
+    )
     add("--num-threads", type=_count, help="CPU threads (default: PyTorch's choice)")
     add("--cache-dir", type=Path, help="where fetched weights live (default: ~/.cache/mmserve)")
     add(
@@ -123,6 +129,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             device=args.device,
             lora=not args.no_lora,
             max_model_len=args.max_model_len,
+            rope_scaling=args.rope_scaling,
             num_threads=args.num_threads,
             cache_dir=cache_dir,
             processor_kwargs=args.mm_processor_kwargs,

@@ -67,7 +67,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(dtype, self.device, stock=loaded.stock)
         if self.dtype == "bfloat16":
             self.lm.to(torch.bfloat16)
-        self.adapter = Adapter(self.lm, getattr(loaded, "rope_scaling", None))
+        self.adapter = Adapter(self.lm, loaded.rope_scaling)
         self.regimes = self.adapter.regimes
         self.sight, self.groups = self.adapter.sight, self.adapter.groups
         # Whether images see what stands before them.

@@ -24,10 +24,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from mmserve.model import memory, rope
+from mmserve.model import memory
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.model.hub import Source, locate
 from mmserve.model.processor import chat_template_of, load_processor, tokenizer_of
+from mmserve.model.rope import asked, reach, scaled_config
 from mmserve.model.shards import Shard, bytes_in_memory, find_shards, identify
 from mmserve.vision.preprocess import fingerprint
 
@@ -115,10 +116,10 @@ def open_checkpoint(
         raise ModelUnavailableError(f"{name} takes images, but its config names no image token")
     processor = load_processor(name, source, takes_images, processor_kwargs or {})
     longest = declared_length(config.get_text_config())
-    scaling = rope.asked(rope_scaling, longest) if rope_scaling else None
+    scaling = asked(rope_scaling, longest) if rope_scaling else None
     if scaling:
-        rope.scaled_config(config.get_text_config(), scaling)
-        longest = rope.reach(scaling)
+        scaled_config(config.get_text_config(), scaling)
+        longest = reach(scaling)
     if max_model_len is not None and not 0 < max_model_len <= longest:
         raise ValueError(f"max_model_len must be 1 to {longest} for {name}")
     generation = _read_json(source.folder / "generation_config.json", optional=True)

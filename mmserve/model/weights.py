@@ -6,6 +6,7 @@ checked when it was opened is not checked again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,10 @@ class LoadedCheckpoint:
         return self.checkpoint.max_model_len
 
     @property
+    def rope_scaling(self) -> Mapping[str, Any] | None:
+        return self.checkpoint.rope_scaling
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         return self.checkpoint.eos_token_ids
 
@@ -63,6 +68,7 @@ def load(cfg: ModelConfig, pool_bytes: int = 0) -> Loaded:
     checkpoint = open_checkpoint(
         cfg.model,
         max_model_len=cfg.max_model_len,
+        rope_scaling=cfg.rope_scaling,
         processor_kwargs=cfg.processor_kwargs,
         chat_template=cfg.chat_template,
     )

@@ -164,6 +164,8 @@ class Scheduler:
         """Choose the next step: running sequences first, then as many waiting ones as fit."""
         batch = Batch()
         self._budget = self.config.max_num_batched_tokens
+        for seq in [s for s in self.running if self._outgrows(s)]:
+            self._requeue(batch, seq)
         for prefill_only in (False, True):
             self._continue(batch, prefill_only)
             self._admit_waiting(batch, prefill_only)
@@ -205,6 +207,8 @@ class Scheduler:
         """Take the sequence's images and cached prefix; False leaves it as it was."""
         if self._refused == (seq.id, self._changes):
             return False
+        if self._outgrows(seq):
+            seq.enter(seq.course.due(seq.position(seq.num_tokens)))
         missing = self.holdings.take(seq)
         if missing is None:
             self._refused = (seq.id, self._changes)
@@ -236,7 +240,7 @@ class Scheduler:
             if lacking and seq.in_context:
                 end, images = self._in_context(batch, seq, lacking, end)
             elif lacking:
-                end = min(end, self._encode(batch, lacking, seq.num_tokens))
+                end = min(end, self._encode(batch, seq, lacking))
         if (end <= start and not images) or not self._ensure_pages(batch, seq, end):
             return
         whole = start < end == seq.num_tokens
@@ -245,18 +249,19 @@ class Scheduler:
         batch.chunks.append(chunk)
         self._budget -= chunk.num_rows
 
-    def _encode(self, batch: Batch, lacking: list[PlacedImage], end: int) -> int:
+    def _encode(self, batch: Batch, seq: Sequence, lacking: list[PlacedImage]) -> int:
         """Have missing images encoded; where the text ends whose images are all there by then."""
         scheduled = {job.key for job in batch.images}
         for placed in lacking:
             if placed.key in scheduled:
                 continue
             if len(batch.images) >= self.config.max_images_per_step:
-                return min(placed.text_index, end)
+                return min(placed.text_index, seq.num_tokens)
             assert placed.pages is not None
-            batch.images.append(ImageJob(placed.image, placed.key, list(placed.pages)))
+            regime = seq.course.regime
+            batch.images.append(ImageJob(placed.image, placed.key, list(placed.pages), regime))
             scheduled.add(placed.key)
-        return end
+        return seq.num_tokens
 
     def _in_context(
         self, batch: Batch, seq: Sequence, lacking: list[PlacedImage], end: int
@@ -302,11 +307,14 @@ class Scheduler:
         return True
 
     def _preempt(self, batch: Batch, seq: Sequence) -> None:
+        self._counts.preemptions += 1
+        self._requeue(batch, seq)
+
+    def _requeue(self, batch: Batch, seq: Sequence) -> None:
         """Back into the queue, and nothing more of it in this step.
 
         Its computed pages stay findable until evicted.
         """
-        self._counts.preemptions += 1
         self._give_back(seq)
         seq.status = SequenceStatus.PREEMPTED
         self.running.remove(seq)
@@ -315,6 +323,12 @@ class Scheduler:
         batch.chunks = [c for c in batch.chunks if c.seq is not seq]
         # An image that only this sequence held has lost its pages with the last reference.
         batch.images = [j for j in batch.images if self.holdings.is_reserved(j.key)]
+
+    @staticmethod
+    def _outgrows(seq: Sequence) -> bool:
+        """Whether all of a sequence has to be computed again, under the angles of its length."""
+        due = seq.course.due(seq.position(seq.num_tokens))
+        return due != seq.course.regime and not seq.last_is_pending
 
     def _give_back(self, seq: Sequence) -> None:
         self.holdings.give_back(seq)
