@@ -14,8 +14,8 @@ from torch import Tensor
 from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.config import CacheConfig, ModelConfig
-from mmserve.engine.plan import Planner, StepInput
 from mmserve.engine.feature_cache import FeatureCache
+from mmserve.engine.plan import Planner, StepInput
 from mmserve.kernels.chain import has_kernels
 from mmserve.kernels.reference import AttentionPlan, rope_table, write_kv
 from mmserve.model import attention
