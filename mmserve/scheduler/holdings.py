@@ -233,10 +233,13 @@ class Holdings:
                 table[first:end] = [HOLE] * (end - first)
                 gave = True
             for placed in seq.images:
-                if placed.pages and placed.pages[g] and not self._sees(g, sum(row), placed):
-                    self.vision[g].release(placed.key)
-                    placed.pages[g] = []
-                    gave = True
+                if not placed.pages or not placed.pages[g] or self._sees(g, sum(row), placed):
+                    continue
+                if not seq.in_context and any(self.writes(placed)):
+                    continue  # it is still to be encoded, and then written in every group
+                self.vision[g].release(placed.key)
+                placed.pages[g] = []
+                gave = True
         return gave
 
     def give_back(self, seq: Seq) -> None:

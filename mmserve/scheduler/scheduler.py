@@ -273,9 +273,11 @@ class Scheduler:
         computed = _computed(batch)
         for placed in lacking:
             # One behind all text is computed with the token that is the first to look at it.
-            if placed.text_index > end or placed.text_index == seq.num_tokens:
+            if placed.text_index == seq.num_tokens:
                 break
             gap = max(placed.text_index - at, 0)
+            if at + gap > end or gap > room:
+                break
             at, room = at + gap, room - gap
             first = at == seq.num_computed_tokens and not images and _only_decodes(batch)
             if placed.key in computed or (placed.image.num_tokens > room and not first):

@@ -131,18 +131,17 @@ class World:
         for job in batch.images:
             self._encode(job.key, job.pages)
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
-        self._compute(batch.chunks)
+        chosen = self._compute(batch.chunks)
         before, self.flight = self.flight, []
         for chunk in batch.chunks:
-            seq, end = chunk.seq, chunk.start + chunk.count
+            seq = chunk.seq
             for context in chunk.images:
                 self.encoded.append(context.placed.key)
             self.scheduler.advance(chunk)
             self._check_what_is_kept(seq)
             if chunk.samples:
-                slot = self.memory.slot(seq, self._texts[0], end - 1)
                 seq.append_pending(len(self.flight))
-                self.flight.append((seq, self.memory.text[self._texts[0]][slot] % VOCAB))
+                self.flight.append((seq, chosen[seq]))
             elif self._complete(seq):
                 self._end(seq)
         self.check()
@@ -252,8 +251,8 @@ class World:
         self.encoded.append(key)
         holdings.settle(key, written=True)
 
-    def _compute(self, chunks: list[Chunk]) -> None:
-        """In every layer all rows are written before any is read."""
+    def _compute(self, chunks: list[Chunk]) -> dict[Sequence, int]:
+        """In every layer all rows are written before any is read. The tokens that are chosen."""
         names = {}
         for chunk in chunks:
             landing = [token for other, token in self.flight if other is chunk.seq]
@@ -262,6 +261,11 @@ class World:
         for chunk in chunks:
             self.memory.read(chunk, names[chunk.seq])
         self.memory.end_step()
+        g = self._texts[0]
+        slots = {
+            c.seq: self.memory.slot(c.seq, g, c.start + c.count - 1) for c in chunks if c.samples
+        }
+        return {seq: self.memory.text[g][slot] % VOCAB for seq, slot in slots.items()}
 
     # -- the rules of a step --------------------------------------------------------------------
 
@@ -336,11 +340,13 @@ class World:
             first = max(min(rows) + 1 - group.window, 0)
             texts = [t for t in layout(seq)[first:] if isinstance(t, int)]
             begin = min([*texts, seq.num_computed_tokens])
-            kept = [i for i, page in enumerate(seq.tables[g]) if page >= 0]
-            assert kept == list(range(begin // PAGE, len(seq.tables[g]))) or not group.text
+            held = [i for i, page in enumerate(seq.tables[g]) if page >= 0]
+            assert held == list(range(begin // PAGE, len(seq.tables[g]))) or not group.text
             for placed in seq.images:
                 assert placed.pages is not None
-                assert bool(placed.pages[g]) == (group.images and placed.end > first)
+                waits = not self.in_context and any(self.scheduler.holdings.writes(placed))
+                kept = placed.end > first or waits
+                assert bool(placed.pages[g]) == (group.images and kept)
 
     @property
     def _image_groups(self) -> list[int]:
