@@ -7,8 +7,6 @@ kinds of work it holds; everything else is in one int32 array that is uploaded b
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,14 +15,18 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
-from mmserve.cache.kv_pool import KVPool
 from mmserve.config import CacheConfig
+from mmserve.engine.cuda_layout import CUDALayout, Layout
 from mmserve.engine.model_runner import Logits, ModelRunner
+from mmserve.engine.plan import StepInput
 from mmserve.engine.transfer import resolve_pending, send, upload
 from mmserve.kernels import work
 from mmserve.kernels.attention import Scratch
+from mmserve.kernels.fused import Turns
 from mmserve.kernels.gemv import gemv
 from mmserve.kernels.launch import Launch
+from mmserve.kernels.reference import NOWHERE
+from mmserve.kernels.work_builder import WorkBuilder
 from mmserve.model.cuda_layer import (
     BACKENDS,
     DENSE_MULTIPLE,
@@ -34,8 +36,7 @@ from mmserve.model.cuda_layer import (
     rms_norm,
 )
 from mmserve.model.fuse import fuse
-from mmserve.model.loader import LoadedModel
-from mmserve.request import Sequence
+from mmserve.model.weights import Loaded
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
 
 # Steps of at most so many rows are captured; longer ones hide their launches behind their work.
@@ -53,32 +54,8 @@ class Shape(NamedTuple):
     """What a captured launch depends on."""
 
     rows: int
-    in_vision: bool  # an image is written, not text
+    embedded: bool  # rows come as embeddings, not as token ids
     launch: Launch
-
-
-@dataclass
-class _Lane:
-    """A sequence's page ids as an array; `source` is the list that it copies `count` of."""
-
-    source: list[int]
-    pages: Any
-    count: int
-    images: tuple[work.ImagePart, ...]
-
-    def cover(self, num_pages: int) -> Any:
-        """int32 [num_pages]."""
-        if num_pages > len(self.pages):
-            self.pages = np.concatenate([self.pages, np.zeros(num_pages, np.int32)])
-        if num_pages > self.count:
-            self.pages[self.count : num_pages] = self.source[self.count : num_pages]
-            self.count = num_pages
-        return self.pages[:num_pages]
-
-
-def _slots(pages: Any, index: Any, page_size: int) -> Any:
-    """Where the tokens `index` [T] of a sequence with these pages stand in its pool."""
-    return pages[index // page_size] * page_size + index % page_size
 
 
 class CUDARunner(ModelRunner):
@@ -88,12 +65,13 @@ class CUDARunner(ModelRunner):
     shares = True  # an image of several sequences is read once for all of them
 
     def __init__(
-        self, loaded: LoadedModel, cache: CacheConfig, *, dtype: str, deterministic: bool = False
+        self, loaded: Loaded, cache: CacheConfig, *, dtype: str, deterministic: bool = False
     ) -> None:
         """`deterministic`: a request's logits have the same bits whatever runs beside it and
         however its prompt was cut, at the price of slower prefill."""
         self._sliced = deterministic
-        self._image_tokens = loaded.spec.num_image_tokens
+        spec = getattr(loaded, "spec", None)
+        self._image_tokens = spec.num_image_tokens if spec else 0  # of each, encoded by itself
         super().__init__(loaded, cache, dtype=dtype)
 
     @property
@@ -101,33 +79,52 @@ class CUDARunner(ModelRunner):
         return self._sliced
 
     def _fuse(self) -> None:
-        layers = self.lm.model.layers
-        self._fused = all(CUDALayer.fits(layer) for layer in layers)
+        layers = self.adapter.decoder.layers
+        self._fused = all(CUDALayer.fits(layer) for layer in layers) and self._turns_whole_heads()
         if self._sliced and not self._fused:
             raise ValueError("deterministic needs Llama-style layers")
         if self._fused:
             for index, layer in enumerate(layers):
                 layers[index] = CUDALayer(layer)
-        else:
+        elif not self.stock:
             fuse(self.lm, table=self.table, weights="dense")
-        config = self.lm.config
-        self._heads = config.num_attention_heads
+        page_size = self.text[0].shape.page_size
+        self._layout = CUDALayout(
+            *(self.groups, page_size),
+            sight=self.sight,
+            axes=self.adapter.axes if self.stock else 1,
+            blocks=() if self.stock else self._planner.blocks,
+            scaled=self.stock and self.regimes.trained is not None,
+        )
+        each = [self.adapter.layers[group.layers[0]] for group in self.groups]
         splits = FIXED_SPLIT if self._sliced else work.SPLITS
-        self._builder = work.WorkBuilder(self._heads // config.num_key_value_heads, splits)
+        self._builders = [WorkBuilder(of.heads // of.kv_heads, splits) for of in each]
+        self._heads, self._dim = max(of.heads for of in each), max(of.head_dim for of in each)
+        self._kv_heads = max(of.kv_heads for of in each)
         self._buckets = tuple(b for b in BUCKETS if not self._sliced or b % SLICE == 0)
         self._on_gpu = self.device.type == "cuda"
         self._slots = self._ints = 0
         self._make_room(slots=8192, ints=1 << 18)
         self._previous = torch.zeros(MOST_SEQUENCES, dtype=torch.long, device=self.device)
         self._embeds = torch.zeros(
-            BUCKETS[-1], config.hidden_size, dtype=self.text[0].shape.dtype, device=self.device
+            *(BUCKETS[-1], self.adapter.hidden_size), dtype=self.adapter.dtype, device=self.device
         )
-        self._lanes: weakref.WeakKeyDictionary[Sequence, _Lane] = weakref.WeakKeyDictionary()
         self._processors = 1
         if self._on_gpu:
             # At 8 to 128 rows its choices read weights up to a tenth faster than cuBLAS's own.
             torch.backends.cuda.preferred_blas_library("cublaslt")
             self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @torch.inference_mode()
+    def _turns_whole_heads(self) -> bool:
+        """Whether the model's rotary module gives what the fused layer turns by: [1, T, D]."""
+        if not self.stock:
+            return True
+        axes, dim = self.adapter.axes, next(iter(self.adapter.layers.values())).head_dim
+        where = torch.zeros((axes, 1, 1) if axes > 1 else (1, 1), dtype=torch.long)
+        anything = torch.zeros(1, dtype=self.adapter.dtype, device=self.device)
+        cos, _ = self.adapter.decoder.rotary_emb(anything, where.to(self.device))
+        return tuple(cos.shape) == (1, 1, dim)
 
     @torch.inference_mode()
     def _warm_up(self, width: int) -> None:
@@ -138,53 +135,58 @@ class CUDARunner(ModelRunner):
         if not self._on_gpu or not self._fused:
             return
         pages, long = np.zeros(80, np.int32), 641
+
+        def reader(first: int, count: int, context: int) -> work.Reader:
+            reads = (0, context, 0, 0) if count == 1 else work.causal(context - 1, count)
+            return work.Reader(first, count, reads, pages)
+
+        def run(count: int, *readers: work.Reader, embeds: Tensor | None = None) -> None:
+            rows = np.zeros((self._layout.num_lines, count), np.int32)
+            rows[-len(self.groups) :] = NOWHERE
+            self._run(Layout(rows, [list(readers)] * len(self.groups), [], []), embeds)
+
         for count in self._buckets:
-            rows = np.full((3, count), [[0], [0], [-1]], np.int32)
             for context in (1, long):
-                readers = [work.Reader(row, 1, context, pages) for row in range(count)]
-                self._run(readers, rows, self.text[0])
+                run(count, *(reader(row, 1, context) for row in range(count)))
             if count > 1:
-                one, rest = work.Reader(0, 1, long, pages), work.Reader(1, count - 1, long, pages)
-                self._run([work.Reader(0, count, long, pages)], rows, self.text[0])
-                self._run([one, rest], rows, self.text[0])
-        count = self._image_tokens
-        rows = np.full((3, count), [[0], [0], [-1]], np.int32)
-        image = work.Reader(0, count, count, np.zeros(count, np.int32), whole=True)
-        blank = torch.zeros(count, width, dtype=self.text[0].shape.dtype, device=self.device)
-        self._run([image], rows, self.vision[0], blank)
+                run(count, reader(0, count, long))
+                run(count, reader(0, 1, long), reader(1, count - 1, long))
+        if count := self._image_tokens:
+            held = [[0] * -(-count // self.text[0].shape.page_size) for _ in self.groups]
+            image = self._layout.image(b"", held, count)
+            image.rows[-len(self.groups) :] = NOWHERE
+            blank = torch.zeros(count, width, dtype=self.adapter.dtype, device=self.device)
+            run(count, *image.readers[0], embeds=blank)
 
     @torch.inference_mode()
-    def encode(self, job: ImageJob, pixels: Tensor) -> None:
-        """Encode one image, uint8 [1, 3, H, W], and write its KV.
+    def encode(self, job: ImageJob, pixels: Any) -> None:
+        """Encode one image by itself and write its KV. `pixels`: what the pipeline made of it.
 
         Each image runs alone, in the same shape always: its KV is a function of the image only,
         to the last bit, whatever else waits.
         """
+        if self.adapter.cross is not None:
+            return super().encode(job, pixels)
         with sdpa_kernel(BACKENDS, set_priority=True):
             embeds = self.vision_model.encode(send(pixels, self.device))[0]
-        count, page_size = len(embeds), self.vision[0].shape.page_size
-        pages = np.asarray(job.pages[0], np.int32)
-        index = np.arange(count, dtype=np.int32)
-        slots = _slots(pages, index, page_size)
-        reader = work.Reader(0, count, count, pages, whole=True)
-        rows = np.stack([index * 0, index, slots])
-        self._run([reader], rows, self.vision[0], embeds.to(self.text[0].shape.dtype))
+        layout = self._layout.image(job.key, job.pages, len(embeds), job.regime)
+        self._run(layout, embeds.to(self.adapter.dtype))
 
     @torch.inference_mode()
     def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
-        """Launch the batch's text; None when nothing is to be sampled.
+        """Launch the batch's text and its images in context; None when nothing is to be sampled.
 
         `previous` [C] int64: the tokens of the step before, when they have not landed.
         """
         if not batch.chunks:
             return None
-        chunks = sorted(batch.chunks, key=lambda c: c.count > 1)
+        chunks = sorted(batch.chunks, key=lambda c: c.num_rows > 1)
         if previous is not None:
             self._previous[: len(previous)] = previous
         if self._sliced:
             return self._run_sliced(chunks)
-        rows, readers, last = self._lay_out(chunks)
-        hidden = self._run(readers, rows, self.text[0])
+        hidden, last = self._run_chunks(chunks)
+        self._features.trim()
         sampling = [i for i, c in enumerate(chunks) if c.samples]
         if not sampling:
             return None
@@ -196,6 +198,7 @@ class CUDARunner(ModelRunner):
 
     def _run_sliced(self, chunks: list[Chunk]) -> Logits | None:
         """The same in steps of SLICE rows, one after another."""
+        assert not any(chunk.images for chunk in chunks), "an image in its context is never cut"
         slices: list[list[Chunk]] = [[]]
         room = SLICE
         for chunk in chunks:
@@ -210,8 +213,7 @@ class CUDARunner(ModelRunner):
                     room = SLICE
         values = []
         for part in filter(None, slices):
-            rows, readers, last = self._lay_out(part)
-            hidden = self._run(readers, rows, self.text[0])
+            hidden, last = self._run_chunks(part)
             picked = [row for row, chunk in zip(last, part, strict=True) if chunk.samples]
             if picked:
                 index = upload(picked, torch.long, self.device)
@@ -219,80 +221,66 @@ class CUDARunner(ModelRunner):
         sampling = [chunk for chunk in chunks if chunk.samples]
         return Logits(sampling, torch.cat(values)) if sampling else None
 
-    def _lay_out(self, chunks: list[Chunk]) -> tuple[Any, list[work.Reader], list[int]]:
-        """Token ids, positions and slots [3, T], who reads what, and each chunk's last row."""
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        readers, last = [], []
-        size = self.text[0].shape.page_size
-        for chunk in chunks:
-            seq, start, end = chunk.seq, chunk.start, chunk.start + chunk.count
-            lane = self._lane(seq)
-            pages = lane.cover(-(-end // size))
-            readers.append(work.Reader(len(ids), chunk.count, start + 1, pages, lane.images))
-            if chunk.count == 1:
-                ids.append(seq.token_ids[start])
-                positions.append(seq.position(start))
-                slots.append(seq.tables[0][start // size] * size + start % size)
-            else:
-                ids += seq.token_ids[start:end]
-                index = np.arange(start, end)
-                shift = np.zeros_like(index)
-                for image in lane.images:
-                    shift += np.where(index >= image.threshold, image.num_tokens, 0)
-                positions += (index + shift).tolist()
-                slots += _slots(pages, index, size).tolist()
-            last.append(len(ids) - 1)
-        return np.array([ids, positions, slots], np.int32), readers, last
+    def _run_chunks(self, chunks: list[Chunk]) -> tuple[Tensor, list[int]]:
+        """Normed hidden states [>= T, hidden], and the row of each chunk's last token."""
+        layout = self._layout.step(chunks)
+        if not layout.images and self.adapter.cross is None:
+            return self._run(layout), layout.last
+        embeds, extra = self._embed_rows(layout, chunks)
+        return self._run(layout, embeds, extra), layout.last
 
-    def _lane(self, seq: Sequence) -> _Lane:
-        lane = self._lanes.get(seq)
-        if lane is None or lane.source is not seq.tables[0]:
-            images = tuple(
-                work.ImagePart(
-                    p.key,
-                    np.asarray((p.pages or [])[0], np.int32),
-                    p.image.num_tokens,
-                    p.base,
-                    p.text_index,
-                )
-                for p in seq.images
-            )
-            lane = self._lanes[seq] = _Lane(seq.tables[0], np.zeros(64, np.int32), 0, images)
-        return lane
+    def _embed_rows(self, layout: Layout, chunks: list[Chunk]) -> tuple[Tensor, dict[str, Any]]:
+        """Embeddings [T, hidden] of rows of which some are images', and what else the decoder is
+        told."""
+        ids = send(torch.from_numpy(layout.rows[0].astype(np.int64)), self.device)
+        ids = resolve_pending(ids, self._previous)
+        if self.adapter.cross is None:
+            none = torch.zeros(0, dtype=torch.long, device=self.device)
+            return self._embed(StepInput(ids, none, None, chunks, none, (), layout.images))
+        sees = np.zeros(len(ids), np.bool_)
+        for reader in layout.readers[-1]:
+            _, _, visual_lo, visual_hi = reader.matrix
+            sees[reader.first_row :][: reader.num_queries] = visual_lo < visual_hi
+        seen = send(torch.from_numpy(sees), self.device) if sees.any() else None
+        return self.adapter.embed(ids), self.adapter.cross.arguments(seen)
 
     # -- launching ------------------------------------------------------------------------------
 
     def _run(
-        self, readers: list[work.Reader], rows: Any, own: KVPool, embeds: Tensor | None = None
+        self, layout: Layout, embeds: Tensor | None = None, extra: dict[str, Any] | None = None
     ) -> Tensor:
         """The normed hidden states [>= T, hidden] of a step; `embeds` in place of token ids."""
-        count = rows.shape[1]
-        captured = self._on_gpu and self._fused and count <= BUCKETS[-1]
+        rows, count = layout.rows, layout.rows.shape[1]
+        captured = self._on_gpu and self._fused and count <= BUCKETS[-1] and not extra
         bucket = count
         if captured:
             bucket = next(b for b in self._buckets if b >= count)
-        elif self._sliced and self._fused:
+        elif self._sliced:
             bucket = -(-count // SLICE) * SLICE
-        padded = np.zeros((3, bucket), np.int32)
-        padded[2] = -1
+        padded = np.zeros((len(rows), bucket), np.int32)
+        padded[-len(self.groups) :] = NOWHERE
         padded[:, :count] = rows
-        alone = [] if captured else [r for r in readers if self._reads_itself(r)]
-        paged = [r for r in readers if not self._reads_itself(r)] if alone else readers
-        tables = self._builder.build(
-            paged, bucket, rows=padded, share=self.shares, long=not captured
-        )
-        self._make_room(tables.num_slots, len(tables.array))
-        self._upload(tables.array)
-        launch = Launch.of(
-            tables, own.shape.num_kv_heads, self._processors, deterministic=self._sliced
-        )
-        shape = Shape(bucket, own is self.vision[0], launch)
-        if embeds is not None and not captured:
-            embeds = functional.pad(embeds, (0, 0, 0, bucket - count))
+        dense: list[tuple[DenseChunk, ...]] = []
+        sets: list[work.WorkTables] = []
+        at = work.HEADER * len(self.groups) + padded.size
+        for number, (builder, readers) in enumerate(
+            zip(self._builders, layout.readers, strict=True)
+        ):
+            alone = [] if captured else [r for r in readers if self._reads_itself(r)]
+            slots = rows[number - len(self.groups)]
+            dense.append(tuple(self._dense(reader, slots) for reader in alone))
+            paged = [r for r in readers if not self._reads_itself(r)] if alone else readers
+            how: dict[str, Any] = {"at": at, "share": self.shares, "long": not captured}
+            sets.append(builder.build(paged, bucket, **how))
+            at += len(sets[-1].body)
+        self._make_room(max(s.num_slots for s in sets), at)
+        self._upload(work.join(sets, padded))
+        launch = Launch.of(sets, self._kv_heads, self._processors, deterministic=self._sliced)
+        shape = Shape(bucket, embeds is not None, launch)
         if not captured:
-            return self._compute(shape, embeds, tuple(self._dense(r, rows[2]) for r in alone))
+            if embeds is not None:
+                embeds = functional.pad(embeds, (0, 0, 0, bucket - count))
+            return self._compute(shape, embeds, tuple(dense), extra)
         if embeds is not None:
             self._embeds[:count] = embeds
         if shape not in self._graphs:
@@ -313,19 +301,21 @@ class CUDARunner(ModelRunner):
             # Memory of all graphs together: only one runs at a time. Its handle dies with them.
             self._memory = torch.cuda.graph_pool_handle()
         self._slots, self._ints = max(slots, 2 * self._slots), max(ints, 2 * self._ints)
-        dim = self.text[0].shape.head_dim
         self._graphs: dict[Shape, tuple[Any, Tensor]] = {}
-        self._scratch = Scratch(self._slots, self._heads, dim, self.device)
+        self._scratch = Scratch(self._slots, self._heads, self._dim, self.device)
         self._work = torch.zeros(self._ints, dtype=torch.int32, device=self.device)
 
     def _reads_itself(self, reader: work.Reader) -> bool:
         """Whether a library's causal attention over the chunk alone is all it takes."""
-        alone = reader.hi == 1 and not reader.images and not reader.whole
-        alone = alone and not self._sliced
-        return alone and reader.count > BUCKETS[-1] and self.text[0].shape.dtype.itemsize == 2
+        if reader.num_queries <= BUCKETS[-1] or self._sliced or not self._fused:
+            return False
+        lo, hi, visual_lo, visual_hi = reader.matrix
+        causal = hi[0] == 1 and bool((np.diff(hi) == 1).all()) and not lo.any()
+        nothing_else = bool((visual_lo >= visual_hi).all()) and not reader.sink_tokens
+        return causal and nothing_else and self.adapter.dtype.itemsize == 2
 
     def _dense(self, reader: work.Reader, slots: Any) -> DenseChunk:
-        first, count = reader.first_row, reader.count
+        first, count = reader.first_row, reader.num_queries
         padded = np.zeros(-(-count // DENSE_MULTIPLE) * DENSE_MULTIPLE, np.int64)
         padded[:count] = slots[first : first + count]
         return DenseChunk(first, count, send(torch.from_numpy(padded), self.device))
@@ -337,7 +327,7 @@ class CUDARunner(ModelRunner):
         self._work[: len(array)].copy_(staged, non_blocking=True)
 
     def _capture(self, shape: Shape) -> tuple[Any, Tensor]:
-        embeds = self._embeds[: shape.rows] if shape.in_vision else None
+        embeds = self._embeds[: shape.rows] if shape.embedded else None
         self._compute(shape, embeds)  # compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -346,36 +336,44 @@ class CUDARunner(ModelRunner):
         return graph, hidden
 
     def _compute(
-        self, shape: Shape, embeds: Tensor | None, dense: tuple[DenseChunk, ...] = ()
+        self,
+        shape: Shape,
+        embeds: Tensor | None,
+        dense: tuple[tuple[DenseChunk, ...], ...] = (),
+        extra: dict[str, Any] | None = None,
     ) -> Tensor:
         """Everything between the tables and the hidden states, from device memory alone."""
-        rows = shape.rows
-        ids, positions, slots = self._work[work.HEADER : work.HEADER + 3 * rows].view(3, rows)
-        own = self.vision[0] if shape.in_vision else self.text[0]
+        lines, first = self._layout.num_lines, work.HEADER * len(self.groups)
+        rows = self._work[first : first + lines * shape.rows].view(lines, shape.rows)
+        ids, positions, slots = rows[0], rows[1:][: self._layout.axes], rows[-len(self.groups) :]
         step = CUDAStep(
             work=self._work,
-            positions=positions,
             slots=slots,
             rope=self.table,
+            turns=None if self.stock else Turns.by_table(self.table, positions[0]),
             scratch=self._scratch,
             launch=shape.launch,
-            own=own,
-            vision=self.vision[0],
+            text=self.text,
+            vision=self.vision,
+            places=self._places,
             dense=dense,
         )
         if embeds is None:
-            wanted = ids.long()
-            known = resolve_pending(wanted, self._previous)
-            embeds = self.lm.get_input_embeddings()(known)
-        if not self._fused:
-            return self._forward(embeds[None], positions.long()[None], step)[0]
+            embeds = self.adapter.embed(resolve_pending(ids.long(), self._previous))
+        if self.stock or not self._fused:
+            where = positions.long() if len(positions) > 1 else positions[0].long()
+            regimes = rows[1 + self._layout.axes].long() if self._layout.scaled else None
+            # Layers write into what they are given.
+            return self.adapter.decode(embeds.clone(), where, step, regimes, **(extra or {}))
         x = embeds[None].clone()
-        for layer in self.lm.model.layers:
+        for layer in self.adapter.decoder.layers:
             x = layer(x, step=step)
-        norm = self.lm.model.norm
+        norm = self.adapter.decoder.norm
         return rms_norm(x[0], norm.weight, float(norm.variance_epsilon))
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        if self.stock:
+            return self.adapter.logits(hidden)
         head = self.lm.lm_head
         if len(hidden) > 1 or head.bias is not None or not self._fused:
             out: Tensor = head(hidden)

@@ -19,7 +19,7 @@ from mmserve.cache.kv_pool import KVPool
 from mmserve.kernels import attention, fused
 from mmserve.kernels.gemv import gemv
 from mmserve.kernels.launch import Launch
-from mmserve.kernels.reference import write_kv
+from mmserve.model.attention import Place
 
 # Of PyTorch's dense attention, the best first: on an H200 cuDNN's is twice its flash one's speed.
 BACKENDS = [
@@ -30,7 +30,10 @@ BACKENDS = [
 ]
 DENSE_MULTIPLE = 512  # keys of a dense chunk
 
-FITTING = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+FITTING = (
+    *("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"),
+    *("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer"),
+)
 
 
 class DenseChunk(NamedTuple):
@@ -47,50 +50,82 @@ class DenseChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class CUDAStep:
-    """One model call's attention: `own` is written at `slots` and read with `vision`.
+    """One model call's attention, by layer group where not said otherwise.
 
-    `work` int32: the tables of mmserve.kernels.work; `positions`, `slots` [T] int32, slot -1 where
-    a row is padding; `rope` [positions, 2, D / 2] float32.
+    `work` int32: the tables of mmserve.kernels.work, one set a group; `slots` [groups, T] int32 as
+    an `AttentionPlan` names them; `rope` [positions, 2, D / 2] float32: by it queries are turned
+    back before images stored at local positions; `turns`: what fused layers rotate by, None where
+    the model computes it; `places`: each layer's group, and its number there.
     """
 
     work: Tensor
-    positions: Tensor
     slots: Tensor
     rope: Tensor
+    turns: fused.Turns | None
     scratch: attention.Scratch
     launch: Launch
-    own: KVPool
-    vision: KVPool
-    dense: tuple[DenseChunk, ...] = ()
+    text: tuple[KVPool, ...]
+    vision: tuple[KVPool, ...]
+    places: dict[int, Place]
+    dense: tuple[tuple[DenseChunk, ...], ...] = ()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """q [T, H, D], k and v [T, Hkv, D], rotated -> [T, H, D]; stores k and v. No padding."""
-        for pool, new in zip(self.own.layer(layer), (k, v), strict=True):
-            write_kv(pool, self.slots.long(), new)
+    def pools(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(K, V) of text and of images, each [Hkv, pages, page_size, D]."""
+        group, number = self.places[layer]
+        return self.text[group].layer(number), self.vision[group].layer(number)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [T, H, D], k and v [T, Hkv, D], rotated -> [T, H, D]; stores k and v."""
+        fused.store(k, v, self.slots[self.places[layer][0]], *self.pools(layer))
+        return self.read(layer, q.contiguous(), scale, softcap, sinks)
+
+    def look(self, layer: int, q: Tensor, kv_heads: int, scale: float) -> Tensor:
+        """q [T, H, D] over images that are stored already -> [T, H, D]."""
         return self.read(layer, q.contiguous(), scale)
 
-    def read(self, layer: int, q: Tensor, scale: float) -> Tensor:
+    def read(
+        self,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q [T, H, D] over what is stored -> [T, H, D]."""
-        out = torch.empty_like(q)
-        pools = self.own.layer(layer), self.vision.layer(layer)
+        group, out, (text, vision) = self.places[layer][0], torch.empty_like(q), self.pools(layer)
         attention.paged_attention(
-            q, self.work, *pools, self.rope, scale, self.scratch, out, self.launch
+            *(q, self.work, text, vision, self.rope, scale, self.scratch, out, self.launch),
+            group=group,
+            softcap=softcap,
+            sinks=sinks,
         )
-        for chunk in self.dense:
+        for chunk in self.dense[group] if self.dense else ():
+            assert softcap is None and sinks is None
             rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
-            keys, values = (p.flatten(1, 2).index_select(1, chunk.slots)[None] for p in pools[0])
-            asked = functional.pad(q[rows], (0, 0, 0, 0, 0, len(chunk.slots) - chunk.num_rows))
-            with sdpa_kernel(BACKENDS, set_priority=True):
-                read = functional.scaled_dot_product_attention(
-                    asked.transpose(0, 1)[None],
-                    keys,
-                    values,
-                    is_causal=True,
-                    scale=scale,
-                    enable_gqa=True,
-                )
-            out[rows] = read[0, :, : chunk.num_rows].transpose(0, 1)
+            out[rows] = _read_densely(chunk, q[rows], text, scale)
         return out
+
+
+def _read_densely(
+    chunk: DenseChunk, q: Tensor, text: tuple[Tensor, Tensor], scale: float
+) -> Tensor:
+    """q [num_rows, H, D] -> the same."""
+    keys, values = (pool.flatten(1, 2).index_select(1, chunk.slots)[None] for pool in text)
+    asked = functional.pad(q, (0, 0, 0, 0, 0, len(chunk.slots) - chunk.num_rows))
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        read = functional.scaled_dot_product_attention(
+            asked.transpose(0, 1)[None], keys, values, is_causal=True, scale=scale, enable_gqa=True
+        )
+    return read[0, :, : chunk.num_rows].transpose(0, 1)
 
 
 class CUDALayer(nn.Module):
@@ -122,16 +157,30 @@ class CUDALayer(nn.Module):
         gated = type(mlp.act_fn).__name__.startswith("SiLU")
         return gated and all(linear.bias is None for linear in plain)
 
-    def forward(self, hidden_states: Tensor, *_: Any, step: CUDAStep, **__: Any) -> Tensor:
-        """hidden_states [1, T, hidden] -> the same, updated in place."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *_: Any,
+        step: CUDAStep,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **__: Any,
+    ) -> Tensor:
+        """hidden_states [1, T, hidden] -> the same, updated in place.
+
+        `position_embeddings`: cos and sin [1, T, D] by the model's own rotary module, for steps
+        without `turns`.
+        """
         x = hidden_states[0]
         qkv = self._normed(x, 0, self.qkv, self.qkv_bias)
-        keys, values = step.own.layer(self.index)
-        num_heads = qkv.shape[1] // self.head_dim - 2 * keys.shape[0]
+        text, vision = step.pools(self.index)
+        num_heads = qkv.shape[1] // self.head_dim - 2 * text[0].shape[0]
         q = x.new_empty(len(x), num_heads, self.head_dim)
-        fused.rotate_store(
-            qkv, step.rope, step.positions, step.slots, q, keys, values, self.head_norm
-        )
+        turns = step.turns
+        if turns is None:
+            assert position_embeddings is not None
+            turns = fused.Turns(position_embeddings[0][0], position_embeddings[1][0])
+        slots = step.slots[step.places[self.index][0]]
+        fused.rotate_store(qkv, turns, slots, q, text, vision, self.head_norm)
         self._add(x, step.read(self.index, q, self.scaling).flatten(1), self.out)
         self._add(x, self._gated(x), self.down)
         return hidden_states
