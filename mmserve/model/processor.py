@@ -47,6 +47,7 @@ def load_processor(name: str, source: Source, takes_images: bool, kwargs: Mappin
         raise ModelUnavailableError(
             f"{name} takes no images, so --mm-processor-kwargs {', '.join(kwargs)} means nothing"
         )
+    spare_num2words()
     extra = {"gguf_file": source.gguf} if source.gguf else dict(kwargs)
     reader = AutoProcessor if takes_images else AutoTokenizer
     what = "processor" if takes_images else "tokenizer"
@@ -98,6 +99,15 @@ def chat_template_of(name: str, processor: Any, file: Path | None = None) -> dic
 def tokenizer_of(processor: Any) -> Any:
     """The tokenizer in a processor; a tokenizer is its own."""
     return getattr(processor, "tokenizer", processor)
+
+
+def spare_num2words() -> None:
+    """SmolVLM's processor refuses to be built without a package that spells out how many frames a
+    video has. Nobody sends videos here, so a stand-in does."""
+    from transformers.models.smolvlm import processing_smolvlm
+
+    if processing_smolvlm.num2words is None:
+        processing_smolvlm.num2words = str
 
 
 def _check_kwargs(name: str, image_processor: Any, kwargs: Mapping[str, Any]) -> None:

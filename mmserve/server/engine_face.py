@@ -26,7 +26,7 @@ class ModelInfo(Protocol):
 
     @property
     def image_tokens(self) -> int:
-        """Visual tokens of one image."""
+        """Visual tokens that an image has at least; 0: the model takes no images."""
 
     @property
     def image_limits(self) -> ImageLimits: ...

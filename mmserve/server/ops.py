@@ -45,7 +45,10 @@ def model_json(services: Services) -> dict[str, Any]:
         "owned_by": "mmserve",
         "max_model_len": info.max_model_len,
         "image_tokens": info.image_tokens,
-        "modalities": {"input": ["text", "image"], "output": ["text"]},
+        "modalities": {
+            "input": ["text", *(["image"] if info.image_tokens else [])],
+            "output": ["text"],
+        },
         "limits": limits_json(services),
     }
 

@@ -29,8 +29,11 @@ import transformers as hf
 from PIL import Image
 from torch import Tensor, nn
 
+from mmserve.model.processor import spare_num2words
 from tests.model.family_text import TEXT as TEXT_RECIPES
 from tests.model.family_vision import VISION as VISION_RECIPES
+
+spare_num2words()
 
 VISION = tuple(VISION_RECIPES)
 TEXT = tuple(TEXT_RECIPES)
