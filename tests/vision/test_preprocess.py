@@ -17,7 +17,7 @@ from mmserve.errors import (
     RequestError,
     UnsupportedImageTypeError,
 )
-from mmserve.vision.preprocess import Pixels, check_header, decode, digest, fingerprint
+from mmserve.vision.preprocess import Pixels, check_header, decode, decode_full, digest, fingerprint
 from tests.vision.images import encode, noise, plain_png, smooth
 
 LIMITS = ImageLimits()
@@ -185,6 +185,35 @@ def test_every_kind_of_jpeg_is_whole(options: dict[str, int]) -> None:
     shown = Image.open(io.BytesIO(data)).convert("RGB")
     assert np.array_equal(decode(data, LIMITS, SIZE), expected(shown))
     assert np.array_equal(decode(data + b"a film after the photo", LIMITS, SIZE), expected(shown))
+
+
+@pytest.mark.parametrize("orientation", STORED)
+@pytest.mark.parametrize("kind, options", LOSSLESS)
+def test_a_picture_of_its_own_size_is_exactly_what_was_stored(
+    kind: str, options: dict[str, bool], orientation: int
+) -> None:
+    image, turn = noise(37, 21), STORED[orientation]
+    stored = image if turn is None else image.transpose(turn)
+    data = encode(stored, kind, exif=with_orientation(orientation), **options)
+    full = decode_full(data, LIMITS)
+    assert (full.mode, full.size) == ("RGB", image.size)
+    assert np.array_equal(np.asarray(full), np.asarray(image))
+
+
+def test_a_photograph_of_its_own_size_is_never_decoded_at_scale() -> None:
+    data = encode(smooth(3000, 2000), "JPEG")
+    with Image.open(io.BytesIO(data)) as image:
+        assert np.array_equal(np.asarray(decode_full(data, LIMITS)), np.asarray(image))
+
+
+def test_a_picture_of_its_own_size_passes_the_same_checks() -> None:
+    whole = encode(noise(40, 40), "PNG")
+    with pytest.raises(InvalidImageError):
+        decode_full(whole[: len(whole) // 2], LIMITS)
+    with pytest.raises(UnsupportedImageTypeError):
+        decode_full(b"no picture at all", LIMITS)
+    with pytest.raises(ImageTooLargeError, match="longest side may be 39"):
+        decode_full(whole, ImageLimits(max_side=39))
 
 
 def test_a_photograph_decoded_at_scale_is_nearly_the_exact_one() -> None:
