@@ -18,6 +18,7 @@ from mmserve.errors import RequestError
 from mmserve.guarded import GuardedEncoder, Quotes
 from mmserve.prompt import ROLES, ImagePart, Message, Prompt, TextPart, TokensPart
 from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
+from mmserve.tools import HERMES, ToolFormat
 
 CROSS_ATTENTION = ("MllamaProcessor",)  # an image is one text token, and is looked at by others
 
@@ -108,6 +109,12 @@ class HubTemplate:
     def takes_tools(self) -> bool:
         """Whether the template says anything of tools."""
         return any(re.search(r"\btools\b", text) for text in self._templates.values())
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """The one form known here, where the template tells the model of it."""
+        told = ("<tool_call>" in text and "tools" in text for text in self._templates.values())
+        return HERMES if any(told) else None
 
     def expand(self, text: str) -> str:
         """What becomes of a text with placeholders but for the images' own tokens."""

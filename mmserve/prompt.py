@@ -13,7 +13,7 @@ from typing import Any
 from mmserve.errors import RequestError
 from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
 from mmserve.tokenizer import Tokenizer
-from mmserve.tools import HERMES
+from mmserve.tools import HERMES, ToolFormat
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,11 @@ class ChatTemplate:
         self._image_suffix = image_suffix
         self._start = tokenizer.special("<|im_start|>")
         self._end = tokenizer.special("<|im_end|>")
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model is told of tools and calls them; None: it cannot be."""
+        return HERMES
 
     def render(
         self,

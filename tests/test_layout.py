@@ -42,7 +42,7 @@ ALLOWED = {
     "tools": set(),
     "prompt": {"errors", "request", "tokenizer", "tools"},
     "guarded": set(),
-    "hub_prompt": {"errors", "request", "prompt", "guarded"},
+    "hub_prompt": {"errors", "request", "prompt", "guarded", "tools"},
     "kernels": set(),
     "vision": {"config", "errors", "kernels"},
     "cache": {"config", "request", "kernels"},

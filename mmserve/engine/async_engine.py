@@ -136,6 +136,7 @@ class AsyncEngine:
             image_tokens=self._engine.least_image_tokens,
             image_limits=self.config.images,
             created=int(time.time()),
+            tool_format=self._engine.template.tool_format,
         )
         self.status = "ok"
 

@@ -18,6 +18,7 @@ from mmserve.model.weights import Loaded, LoadedCheckpoint
 from mmserve.prompt import ChatTemplate, Message, Prompt
 from mmserve.request import ImageInput
 from mmserve.tokenizer import Tokenizer
+from mmserve.tools import ToolFormat
 from mmserve.vision.preprocess import fingerprint
 
 
@@ -32,6 +33,10 @@ class Pipeline(Protocol):
 
 
 class Template(Protocol):
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model is told of tools and calls them; None: it cannot be."""
+
     def render(
         self,
         messages: Sequence[Message],

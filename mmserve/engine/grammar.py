@@ -110,7 +110,10 @@ class Grammars:
         if self._loaded is None or self._checker is None:
             tokenizer, end_ids = self._source
             vocabulary = Vocabulary(tokenizer.to_str(), end_ids)
-            self._loaded = vocabulary.load()
+            try:
+                self._loaded = vocabulary.load()
+            except ValueError as error:
+                raise _refused(constraint, f"this model's tokenizer: {error}") from None
             self._checker = Checker(json.dumps(vocabulary))
             weakref.finalize(self, self._checker.close)
         reason = self._checker.check(source)
