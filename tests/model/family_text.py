@@ -165,7 +165,7 @@ def phi3() -> Recipe:
     t = llama_tokens("<|user|>", "<|assistant|>", "<|end|>")
     body = {key: value for key, value in BODY.items() if key != "head_dim"}
     config = hf.Phi3Config(
-        **{**body, "max_position_embeddings": 256},
+        **{**body, "max_position_embeddings": 512},
         **ids(t),
         original_max_position_embeddings=64,
         sliding_window=None,
@@ -192,7 +192,7 @@ def phi() -> Recipe:
 
 ROPE: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 7.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "llama3": {
         "rope_type": "llama3",
