@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from mmserve.engine.grammar import Grammars, Matcher
 from mmserve.request import Constraint
+from mmserve.tokenizer import Tokenizer
 from mmserve.tools import HERMES, Piece, Tool
-from tests.engine.tiny import END, tiny_tokenizer
+from tests.engine.tiny import tiny_tokenizer
 
 WEATHER = Tool(
     "get_weather",
@@ -33,7 +34,7 @@ TOKENIZER = tiny_tokenizer()
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(TOKENIZER, [END])
+    return Grammars(Tokenizer(TOKENIZER, ["<|im_end|>"]))
 
 
 def read(pieces: list[str], *, leading: bool = False) -> list[Piece]:

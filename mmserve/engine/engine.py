@@ -65,7 +65,7 @@ class Engine:
             on_decode=self.metrics.image_decodes.inc,
         )
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border
-        self.grammars = Grammars(loaded.tokenizer, self.tokenizer.eos_token_ids)
+        self.grammars = Grammars(self.tokenizer)
         # One flight is in the air between two steps. May be set at any time, to compare.
         self.overlaps = self.runner.overlaps
         self._flight: Flight | None = None

@@ -10,15 +10,15 @@ import json
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import tokenizers
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from mmserve.engine.grammar_check import Checker
 from mmserve.errors import RequestError
 from mmserve.request import Constraint
+from mmserve.tokenizer import Tokenizer
 from mmserve.tools import JSON_STYLE
 
 MAX_BYTES = 64 * 1024  # of a constraint's text, UTF-8
@@ -38,13 +38,59 @@ LIMITS = LLParserLimits(
 
 
 class Vocabulary(NamedTuple):
-    """A tokenizer as the compiler wants it: its JSON and the tokens that end a turn."""
+    """What the compiler knows of a tokenizer: each token's bytes as Latin-1, the special tokens,
+    and those that end a turn."""
 
-    tokenizer: str
-    end_ids: tuple[int, ...]
+    tokens: Sequence[str]
+    special_ids: Sequence[int]
+    end_ids: Sequence[int]
 
-    def load(self) -> LLTokenizer:
-        return LLTokenizer(self.tokenizer, eos_token=list(self.end_ids))
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
+        ids = range(tokenizer.vocab_size)
+        return cls(
+            [tokenizer.token_bytes(i).decode("latin-1") for i in ids],
+            [i for i in ids if tokenizer.is_special(i)],
+            sorted(tokenizer.eos_token_ids),
+        )
+
+    def load(self, encode: Callable[[str], list[int]] | None = None) -> LLTokenizer:
+        return LLTokenizer(_Words(self, encode), eos_token=list(self.end_ids))  # type: ignore[arg-type]
+
+
+class _Words:
+    """The face of a tokenizer that llguidance asks. Texts that can be nothing else become the
+    tokens that `encode` gives, where those stand for the very text; else the longest that fit."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None) -> None:
+        self.tokens = [token.encode("latin-1") for token in vocabulary.tokens]
+        self.special_token_ids = list(vocabulary.special_ids)
+        self.eos_token_id = vocabulary.end_ids[0]
+        special = frozenset(vocabulary.special_ids)
+        self._ids = {t: i for i, t in enumerate(self.tokens) if t and i not in special}
+        self._longest = max(map(len, self._ids), default=1)
+        self._encode = encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        raw = text.encode() if isinstance(text, str) else text
+        if self._encode is not None and isinstance(text, str):
+            ids = self._encode(text)
+            if b"".join(self.tokens[i] for i in ids) == raw:
+                return ids
+        return list(self._greedy(raw))
+
+    def _greedy(self, raw: bytes) -> Iterator[int]:
+        at = 0
+        while at < len(raw):
+            ends = range(min(at + self._longest, len(raw)), at, -1)
+            end = next((end for end in ends if raw[at:end] in self._ids), None)
+            if end is None:
+                return
+            yield self._ids[raw[at:end]]
+            at = end
 
 
 class Matcher:
@@ -66,9 +112,9 @@ class Matcher:
 class Grammars:
     """Compiles for one tokenizer. Thread-safe; a cache hit waits for nobody who compiles."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, end_ids: Collection[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         """The tokenizer is read when the first grammar is wanted."""
-        self._source = (tokenizer, tuple(sorted(end_ids)))
+        self._tokenizer = tokenizer
         self._loaded: LLTokenizer | None = None
         self._checker: Checker | None = None
         self._known: OrderedDict[Constraint, LLMatcher] = OrderedDict()
@@ -108,12 +154,8 @@ class Grammars:
         except ValueError as error:
             raise _refused(constraint, str(error)) from None
         if self._loaded is None or self._checker is None:
-            tokenizer, end_ids = self._source
-            vocabulary = Vocabulary(tokenizer.to_str(), end_ids)
-            try:
-                self._loaded = vocabulary.load()
-            except ValueError as error:
-                raise _refused(constraint, f"this model's tokenizer: {error}") from None
+            vocabulary = Vocabulary.of(self._tokenizer)
+            self._loaded = vocabulary.load(self._tokenizer.encode)
             self._checker = Checker(json.dumps(vocabulary))
             weakref.finalize(self, self._checker.close)
         reason = self._checker.check(source)

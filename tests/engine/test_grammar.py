@@ -16,12 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmserve.engine import grammar_check
+from mmserve.engine.detokenizer import IncrementalDetokenizer
 from mmserve.engine.grammar import CACHED, MAX_BYTES, Grammars, Matcher, fill_masks
 from mmserve.engine.masks import mask, unpack
 from mmserve.errors import RequestError
 from mmserve.request import Constraint, FinishReason, SamplingParams, TextSegment
+from mmserve.tokenizer import Tokenizer
 from tests.engine.driver import Driver, words
 from tests.engine.tiny import END, VOCAB, build_tiny, tiny_config, tiny_tokenizer
+from tests.test_guarded import KINDS as TOKENIZERS
 
 PERSON = {
     "type": "object",
@@ -41,7 +44,7 @@ def schema(value: Any, **options: Any) -> Constraint:
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(tiny_tokenizer(), [END])
+    return Grammars(Tokenizer(tiny_tokenizer(), ["<|im_end|>"]))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def drivers() -> dict[bool, Driver]:
 def allowed(matcher: Matcher) -> set[int]:
     bits = torch.zeros(1, matcher.mask_words, dtype=torch.int32)
     fill_masks([matcher], bits.data_ptr(), 4 * matcher.mask_words)
-    return set(unpack(bits, VOCAB)[0].nonzero().flatten().tolist())
+    return set(unpack(bits, 32 * matcher.mask_words)[0].nonzero().flatten().tolist())
 
 
 def walk(matcher: Matcher, text: str) -> None:
@@ -377,6 +380,27 @@ def test_masks_filled_by_threads_are_the_same(grammars: Grammars) -> None:
         assert torch.equal(together[row], mask(logits[:1], [matcher])[0])
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS, ids=lambda kind: str(kind.__name__))
+def test_every_kind_of_vocabulary_says_what_its_grammar_allows(kind: Any) -> None:
+    """Byte-level, Llama's and pieces alone: random walks through the masks, read as answers are."""
+    tokenizer = Tokenizer(kind(), ["<|im_end|>", "</s>"])
+    pattern = r"(answer: )?(the red fox|two dogs)( is| are)( in the picture\.){1,2}"
+    grammars, said = Grammars(tokenizer), set()
+    for seed in range(8):
+        matcher = grammars.matcher(Constraint("regex", pattern))
+        detokenizer, text, token = IncrementalDetokenizer(tokenizer), "", -1
+        random = torch.Generator().manual_seed(seed)
+        while token not in tokenizer.eos_token_ids:
+            choices = sorted(allowed(matcher))
+            token = choices[int(torch.randint(len(choices), (1,), generator=random))]
+            assert matcher.accept(token) is None
+            text += "" if token in tokenizer.eos_token_ids else detokenizer.push([token])
+        text += detokenizer.flush()
+        assert re.fullmatch(pattern, text), text
+        said.add(text)
+    assert len(said) > 1
+
+
 # -- compiling -------------------------------------------------------------------------------------
 
 BAD = [
@@ -472,7 +496,7 @@ def test_compiled_grammars_are_kept_and_the_least_recently_used_goes(grammars: G
 
 
 def test_the_process_ends_with_its_owner() -> None:
-    grammars = Grammars(tiny_tokenizer(), [END])
+    grammars = Grammars(Tokenizer(tiny_tokenizer(), ["<|im_end|>"]))
     grammars.matcher(Constraint("regex", "a"))
     assert grammars._checker is not None
     process = grammars._checker._process
