@@ -5,10 +5,13 @@ nothing of queues, budgets or steps.
 
 A row reads, in a group with a window, only so many tokens before it, text and visual ones. So what
 no row still to be computed reads goes back at once: text pages, and images that are wholly passed.
-The images to come are held from the start, in all groups, so two sequences never wait for each
-other. In a window's pool a sequence that computes `count` text tokens in a step thus has at most
-ceil((window - 1 + count) / page) + 1 text pages, and of the images before its first row only those
-that reach into the window, each in whole pages.
+"Still to be computed" counts from the last page border of known tokens, because that is where a
+next turn finds this one in the prefix cache and goes on. The images to come are held from the
+start, in all groups, so two sequences never wait for each other.
+
+The law of a window's pool, then: a sequence that computes `count` text tokens in a step has at most
+pages(window - 1) + pages(count) + 1 text pages there, and of the images before its first row those
+that reach into the window of that page border, each in whole pages.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ class Holdings:
         self.image_groups = [g for g, group in enumerate(groups) if group.images]
         self._windows = [(g, x.window) for g, x in enumerate(groups) if x.window is not None]
         self._text_windows = [g for g, _ in self._windows if groups[g].text]
-        self._sure_step = min(map(self._beside_window, self._text_windows), default=sys.maxsize)
+        self.has_windows = bool(self._windows)
+        # Text tokens that a sequence alone always finds pages for.
+        self.sure_step = min(map(self._beside_window, self._text_windows), default=sys.maxsize)
 
     # -- what fits ------------------------------------------------------------------------------
 
@@ -75,7 +80,7 @@ class Holdings:
     def longest_step(self, start: int, wanted: int) -> int:
         """Text tokens from `start`, at most `wanted`, that a sequence alone finds pages for, where
         its whole text might not fit."""
-        if wanted <= self._sure_step:
+        if wanted <= self.sure_step:
             return wanted
         rooms = (
             max(self._beside_window(g), self.text[g].num_pages * self.page_size - start)
@@ -219,8 +224,10 @@ class Holdings:
     # -- giving back ----------------------------------------------------------------------------
 
     def pass_by(self, seq: Seq) -> bool:
-        """Give back what no row still to be computed reads; whether there was anything."""
-        row = self._next_row(seq, seq.num_computed_tokens)
+        """Give back what neither a row still to be computed reads nor one from the last page border
+        of known tokens; whether there was anything."""
+        known = seq.num_computed_tokens - seq.num_pending
+        row = self._next_row(seq, known - known % self.page_size)
         gave = False
         for g, window in self._windows:
             table = seq.tables[g]
@@ -263,11 +270,6 @@ class Holdings:
         pages = [seq.tables[g][:full] for g in self.text_groups]
         self.radix.insert(seq.keys[: full * self.page_size], pages)
         return True
-
-    @property
-    def gives_back(self) -> bool:
-        """Whether there is a window, so that pages go while their sequence runs."""
-        return bool(self._windows)
 
     # -- images ---------------------------------------------------------------------------------
 

@@ -164,7 +164,7 @@ class Scheduler:
         """Choose the next step: running sequences first, then as many waiting ones as fit."""
         batch = Batch()
         self._budget = self.config.max_num_batched_tokens
-        for seq in [s for s in self.running if self._outgrows(s)]:
+        for seq in list(filter(self._outgrows, self.running)):
             self._requeue(batch, seq)
         for prefill_only in (False, True):
             self._continue(batch, prefill_only)
@@ -176,8 +176,8 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for seq in self.running:
             if seq.request.prefill_only is prefill_only:
-                single = seq.num_tokens - seq.num_computed_tokens <= 1
-                single = single and (seq.images_ready or not seq.in_context)
+                left = len(seq.token_ids) - seq.num_computed_tokens
+                single = left <= 1 and (seq.images_ready or not seq.in_context)
                 (decoding if single else prefilling).append(seq)
         # Decoding sequences come first, so that a long prefill cannot delay a token.
         for seq in decoding + prefilling:
@@ -235,15 +235,16 @@ class Scheduler:
         if self.whole_prompts and start < seq.num_prompt_tokens:
             end, images = self._whole_prompt(batch, seq, lacking)
         else:
-            end = min(seq.num_tokens, start + self._budget)
-            end = min(end, start + self.holdings.longest_step(start, end - start))
+            end = min(len(seq.token_ids), start + self._budget)
+            if end - start > self.holdings.sure_step:
+                end = start + self.holdings.longest_step(start, end - start)
             if lacking and seq.in_context:
                 end, images = self._in_context(batch, seq, lacking, end)
             elif lacking:
                 end = min(end, self._encode(batch, seq, lacking))
         if (end <= start and not images) or not self._ensure_pages(batch, seq, end):
             return
-        whole = start < end == seq.num_tokens
+        whole = start < end == len(seq.token_ids)
         samples = whole and not seq.request.prefill_only
         chunk = Chunk(seq, start, end - start, samples, tuple(images))
         batch.chunks.append(chunk)
@@ -329,6 +330,8 @@ class Scheduler:
     @staticmethod
     def _outgrows(seq: Sequence) -> bool:
         """Whether all of a sequence has to be computed again, under the angles of its length."""
+        if seq.course.regimes.trained is None:
+            return False
         due = seq.course.due(seq.position(seq.num_tokens))
         return due != seq.course.regime and not seq.last_is_pending
 
@@ -344,11 +347,11 @@ class Scheduler:
         seq.num_computed_tokens = chunk.start + chunk.count
         for context in chunk.images:
             self.holdings.settle(context.placed.key, written=True)
-        gives_back = self.holdings.gives_back
+        has_windows = self.holdings.has_windows
         # A prefill just ended, or a window is about to lose what others might yet find.
-        if chunk.count > 1 and (chunk.samples or gives_back):
+        if chunk.count > 1 and (chunk.samples or has_windows):
             self._changes += self.holdings.cache_prefix(seq)
-        if gives_back:
+        if has_windows:
             self._changes += self.holdings.pass_by(seq)
 
     def finish(self, seq: Sequence) -> None:

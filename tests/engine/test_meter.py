@@ -10,7 +10,8 @@ from mmserve.energy import Part, Work
 from mmserve.engine.engine import Engine
 from mmserve.engine.meter import QUESTION, board_meter, image_flops, image_weights, step_work
 from mmserve.metrics import Metrics
-from mmserve.scheduler.batch import Batch
+from mmserve.request import ImageInput, ImageSegment, Request, SamplingParams, Sequence
+from mmserve.scheduler.batch import Batch, Chunk, ContextImage
 from tests.engine.driver import Driver, picture, words
 from tests.engine.tiny import (
     HEAD_DIM,
@@ -56,6 +57,18 @@ def test_every_token_and_image_is_charged_once_to_who_asked() -> None:
         assert units(work, Part.IMAGE_MISS, name) == misses
         assert units(work, Part.IMAGE_HIT, name) == hits
     assert not any(w.request_id is None for w in work)
+
+
+def test_an_image_computed_in_its_context_is_charged_with_its_chunk() -> None:
+    image = ImageInput(bytes(32), b"", 6)
+    segments = (words(1, 5), ImageSegment(image), words(2, 4))
+    seq = Sequence(Request("a", segments, SamplingParams()), in_context=True)
+    seq.missing_images = frozenset(p.key for p in seq.images)
+    context = ContextImage(seq.images[0], (True,))
+    alone = Batch([Chunk(seq, 5, 0, False, (context,))])
+    assert step_work(alone) == [Work(Part.IMAGE_MISS, 1, "a")]
+    within = Batch([Chunk(seq, 0, 9, True, (context,))])
+    assert step_work(within) == [Work(Part.IMAGE_MISS, 1, "a"), Work(Part.PROMPT, 9, "a")]
 
 
 def test_an_image_weighs_its_tokens_its_tower_and_what_reads_it() -> None:

@@ -63,12 +63,12 @@ class Memory:
         kinds = {True: group.text, False: group.images}
         return {p for p in found if kinds[isinstance(tokens[p], int)]}
 
-    def rows_to_come(self, seq: Sequence, ready: set[tuple[int, bytes]]) -> set[int]:
-        """The places still to be computed, where these images, by group, are there: all text
-        behind what is computed, and every image that one of these rows reads in vain."""
+    def rows_to_come(self, seq: Sequence, start: int, ready: set[tuple[int, bytes]]) -> set[int]:
+        """The places to be computed from text token `start` on, where these images, by group, are
+        there: all text from there, and every image that one of these rows reads in vain."""
         tokens = layout(seq)
         rows = {p for p, t in enumerate(tokens) if isinstance(t, int)}
-        rows = {p for p in rows if tokens[p] >= seq.num_computed_tokens}  # type: ignore[operator]
+        rows = {p for p in rows if tokens[p] >= start}  # type: ignore[operator]
         while True:
             lacking = {
                 id(tokens[p])

@@ -181,7 +181,7 @@ class World:
         }
         held: list[dict[bytes, int]] = [{} for _ in self.groups]
         for seq in self.scheduler.running:
-            rows = self.memory.rows_to_come(seq, ready)
+            rows = self.memory.rows_to_come(seq, seq.num_computed_tokens, ready)
             tokens = layout(seq)
             for g, group in enumerate(self.groups):
                 reads = {id(t): t for t in (tokens[p] for p in self.memory.reads(seq, rows, group))}
@@ -326,20 +326,23 @@ class World:
         for g, group in enumerate(self.groups):
             if group.window is not None:
                 pages = sum(page >= 0 for page in chunk.seq.tables[g])
-                assert pages <= -(-(group.window - 1 + chunk.count) // PAGE) + 1
+                whole = -(-(group.window - 1) // PAGE) + -(-chunk.count // PAGE)
+                assert pages <= whole + 1
 
     def _check_what_is_kept(self, seq: Sequence) -> None:
-        """No window keeps what no row to come reads, to the page and to the image."""
+        """No window keeps what is not read from the last page border on, to the page and image."""
+        known = seq.num_computed_tokens - seq.num_pending
+        start = known - known % PAGE
         ready = {
             (g, p.key) for g, v in enumerate(self.vision) for p in seq.images if v.is_ready(p.key)
         }
-        rows = self.memory.rows_to_come(seq, ready) or {len(layout(seq))}
+        rows = self.memory.rows_to_come(seq, start, ready) or {len(layout(seq))}
         for g, group in enumerate(self.groups):
             if group.window is None:
                 continue
             first = max(min(rows) + 1 - group.window, 0)
             texts = [t for t in layout(seq)[first:] if isinstance(t, int)]
-            begin = min([*texts, seq.num_computed_tokens])
+            begin = min([*texts, start])
             held = [i for i, page in enumerate(seq.tables[g]) if page >= 0]
             assert held == list(range(begin // PAGE, len(seq.tables[g]))) or not group.text
             for placed in seq.images:
