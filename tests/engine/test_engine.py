@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmserve.engine.engine import Engine
 from mmserve.errors import ContextLengthExceededError
 from mmserve.request import (
     FinishReason,
@@ -31,7 +30,6 @@ from tests.engine.tiny import (
     TinyVision,
     build_tiny,
     tiny_config,
-    tiny_model,
 )
 
 A, B, C = picture(1), picture(2), picture(3)
@@ -250,7 +248,7 @@ class Fragile(TinyVision):
 def fragile(**options: Any) -> tuple[Driver, Any]:
     """A driver whose encoder fails, and an image to make it fail."""
     d = driver(**options)
-    d.engine.runner.vision_model = Fragile()  # type: ignore[assignment]
+    d.engine.runner.vision_model = Fragile()
     bad = d.image(picture(77))
     object.__setattr__(bad.image, "pixels", torch.zeros(3, 8, 8, dtype=torch.uint8).numpy())
     return d, bad
@@ -284,7 +282,7 @@ def test_a_failed_image_is_tried_again_by_the_next_request() -> None:
     d, bad = fragile()
     d.submit((words(1, 9), bad, words(2, 3)))
     d.run()
-    d.engine.runner.vision_model = TinyVision()  # type: ignore[assignment]
+    d.engine.runner.vision_model = TinyVision()
     assert len(d.ask(words(1, 9), bad, words(2, 3))) == 8
 
 
@@ -354,10 +352,3 @@ def test_two_thousand_distinct_images_leave_memory_flat() -> None:
     gc.collect()
     assert not alive, "an image is kept after its request"
     assert grown < 16 * 1024, f"{grown} KiB more after 1,500 more images"
-
-
-def test_a_model_with_a_window_is_refused_by_name() -> None:
-    model = tiny_model()
-    model.lm.config.sliding_window = 64
-    with pytest.raises(ValueError, match="64 tokens at a time"):
-        Engine(tiny_config(), model)
