@@ -13,8 +13,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from mmserve.engine.choice import Choice, fits
+from mmserve.engine.grammar import Grammars
 from mmserve.engine.sampler import Sampler, SamplingState
-from mmserve.request import SamplingParams
+from mmserve.request import Constraint, SamplingParams
+from mmserve.tokenizer import Tokenizer
+from tests.engine.tiny import tiny_tokenizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = [
@@ -54,6 +57,22 @@ def test_each_kind_of_row_gets_the_token_of_the_plain_sampler(vocab: int) -> Non
         assert [t.token_id for t in got] == [t.token_id for t in expected]
         seen |= {t.token_id != int(row.argmax()) for t, row in zip(got, logits, strict=True)}
     assert seen == {True, False}, "the draws must differ from the best to mean something"
+
+
+def test_constrained_rows_get_the_plain_samplers_token_out_of_what_is_allowed() -> None:
+    tokenizer = Tokenizer(tiny_tokenizer(), ["<|im_end|>"])
+    grammars = Grammars(tokenizer)
+    allowed = {*tokenizer.encode("abcde")}
+    generator = torch.Generator().manual_seed(1)
+    plain, kernels = states(), states()
+    for state in plain[::2] + kernels[::2]:
+        state.matcher = grammars.matcher(Constraint("regex", "[a-e]+"))
+    sampler, under_test = Sampler(), Kernels()
+    for _ in range(4):
+        logits = torch.randn(len(KINDS), 264, generator=generator) * 3
+        expected = [token.token_id for token in sampler.sample(logits, plain)]
+        got = [token.token_id for token in under_test.sample(logits.to(DEVICE), kernels)]
+        assert got == expected and {*got[::2]} <= allowed and not {*got[1::2]} <= allowed
 
 
 def test_plain_rows_get_the_best_token_the_lowest_of_equals() -> None:

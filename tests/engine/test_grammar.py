@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mmserve.engine import grammar_check
 from mmserve.engine.detokenizer import IncrementalDetokenizer
 from mmserve.engine.grammar import CACHED, MAX_BYTES, Grammars, Matcher, fill_masks
-from mmserve.engine.masks import mask, unpack
+from mmserve.engine.masks import mask, spread, unpack
 from mmserve.errors import RequestError
 from mmserve.request import Constraint, FinishReason, SamplingParams, TextSegment
 from mmserve.tokenizer import Tokenizer
@@ -370,6 +370,17 @@ def test_masks_touch_their_own_rows_alone_and_never_allow_padding(grammars: Gram
     assert torch.equal(masked[1][kept], logits[1][kept])
     assert mask(logits, [None] * 3) is logits
     assert torch.equal(mask(logits, [matcher] * 3)[2].isfinite(), masked[1].isfinite())
+
+
+def test_bits_are_spread_alike_on_the_host_and_on_a_device() -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (3, 5), dtype=torch.int32)
+    for width in (150, 160, 170):
+        expected = torch.zeros(3, width, dtype=torch.bool)
+        expected[:, :160] = spread(bits)[:, :width]
+        assert torch.equal(unpack(bits, width), expected)
+    assert spread(torch.tensor([[5, -(2**31)]], dtype=torch.int32)).nonzero()[:, 1].tolist() == [
+        *(0, 2, 63)
+    ]
 
 
 def test_masks_filled_by_threads_are_the_same(grammars: Grammars) -> None:
