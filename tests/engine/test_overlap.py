@@ -14,15 +14,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmserve.engine import engine as engine_module
+from mmserve.engine.grammar import Grammars
 from mmserve.engine.model_runner import Logits
 from mmserve.engine.transfer import resolve_pending
-from mmserve.request import FinishReason, SamplingParams, Segment, TextSegment, TokenEvent
+from mmserve.request import (
+    Constraint,
+    FinishReason,
+    SamplingParams,
+    Segment,
+    TextSegment,
+    TokenEvent,
+)
 from mmserve.scheduler.batch import Batch
+from mmserve.tokenizer import Tokenizer
 from tests.engine.driver import GREEDY, Driver, picture, words
 from tests.engine.test_engine import fragile
-from tests.engine.tiny import END, build_tiny, tiny_config
+from tests.engine.tiny import END, build_tiny, tiny_config, tiny_tokenizer
 
 SEEDED = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=5)
+FORM = Constraint("regex", r"[a-d]{2}(-[a-d]{1,3}){0,4}(=[0-9]+)?")
 KINDS = {
     "greedy": GREEDY,
     "seeded": SEEDED,
@@ -33,7 +43,11 @@ KINDS = {
     "worded": replace(SEEDED, stop=tuple("aeot"), logit_bias=dict.fromkeys(range(60, 100), 1.5)),
     "endless": replace(SEEDED, logit_bias={END: 9.0}, ignore_eos=True),
     "short": replace(SEEDED, logit_bias={END: 6.0}),
+    "formed": replace(SEEDED, constraint=FORM, logprobs=2, frequency_penalty=0.5),
 }
+
+
+GRAMMARS = Grammars(Tokenizer(tiny_tokenizer(), ["<|im_end|>"]))  # compiled once for all engines
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,7 @@ class Ask:
 def driver(overlaps: bool = True, **options: Any) -> Driver:
     engine = build_tiny(tiny_config(**options))
     engine.overlaps = overlaps
+    engine.grammars = GRAMMARS
     return Driver(engine)
 
 
