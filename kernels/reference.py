@@ -123,7 +123,12 @@ def rope_table(max_position: int, head_dim: int, theta: float) -> Tensor:
     Angles are formed in float64: in float32 they are off by about 0.06 rad near position 1e6.
     """
     inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.arange(max_position, dtype=torch.float64)[:, None] * inverse
+    return angle_table(max_position, inverse)
+
+
+def angle_table(max_position: int, inverse: Tensor) -> Tensor:
+    """The same for these angles between neighbours, [head_dim / 2]."""
+    angle = torch.arange(max_position, dtype=torch.float64)[:, None] * inverse.double().cpu()
     return torch.stack((angle.cos(), angle.sin()), 1).float()
 
 

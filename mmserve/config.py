@@ -38,6 +38,10 @@ class ModelConfig:
     deterministic: bool = False  # a request's bits do not depend on what runs beside it
     device: str = "auto"  # auto | cpu | cuda
     lora: bool = True  # False serves the untouched base model's text weights
+    # Whether images see the text before them: isolated | prefix | blend; auto: as the model was
+    # made. In blend, the first `blend_tokens` of each image do.
+    vision_mode: str = "auto"
+    blend_tokens: int = 16
     max_model_len: int | None = None  # tokens, text and image; default: the model's own
     # For sequences beyond the trained length; max_model_len grows by its factor.
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)

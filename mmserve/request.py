@@ -18,7 +18,7 @@ import sys
 import time
 from array import array
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmserve.regimes import ONE, Course, Regimes
@@ -81,11 +81,33 @@ class ImageInput:
     inputs: Any = None
     positions: Any = None
     span: int | None = None
+    part_of: ImageInput | None = None  # the image that this was cut from
+
+    @property
+    def whole(self) -> ImageInput:
+        return self.part_of or self
 
     @property
     def width(self) -> int:
         """Positions that it takes."""
         return self.num_tokens if self.span is None else self.span
+
+    def cut(self, count: int) -> tuple[ImageInput, ImageInput]:
+        """Its first `count` tokens and the rest, both at the image's place: the head takes no
+        positions, and the rest takes all of them."""
+        ids, local = self.token_ids, self.positions
+        parts = [
+            replace(
+                self,
+                num_tokens=len(range(self.num_tokens)[part]),
+                token_ids=None if ids is None else ids[part],
+                positions=range(self.num_tokens)[part] if local is None else local[:, part],
+                span=span,
+                part_of=self,
+            )
+            for part, span in ((slice(count), 0), (slice(count, None), self.width))
+        ]
+        return parts[0], parts[1]
 
 
 @dataclass(frozen=True)
@@ -180,6 +202,10 @@ def _digest(segments: tuple[Segment, ...]) -> bytes:
     return whole.digest()
 
 
+def _head_key(context: bytes, count: int) -> bytes:
+    return hashlib.sha256(b"head%d" % count + context).digest()
+
+
 def _positions(segments: tuple[Segment, ...]) -> int:
     return sum(s.image.width if isinstance(s, ImageSegment) else len(s.token_ids) for s in segments)
 
@@ -197,8 +223,9 @@ class PlacedImage:
     `visual_index` and on among the sequence's visual tokens.
 
     `key` names its KV in the vision pool: the image's digest where its KV depends on nothing else,
-    or with everything before it. `pages`: by layer group, while the sequence runs; empty where it
-    does not hold the image.
+    or with everything before it, if `in_context`. `skip`: tokens of what is stored under the key
+    that stand before the image's own. `pages`: by layer group, while the sequence runs; empty where
+    it does not hold the image.
     """
 
     image: ImageInput
@@ -206,7 +233,14 @@ class PlacedImage:
     base: int
     visual_index: int
     key: bytes
+    in_context: bool = False
+    skip: int = 0
     pages: list[list[int]] | None = None
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens under its key."""
+        return self.skip + self.image.num_tokens
 
     @property
     def start(self) -> int:
@@ -235,14 +269,17 @@ class Sequence:
         request: Request,
         *,
         in_context: bool = False,
+        head: int | None = None,
         whole_prompt: bool = False,
         regimes: Regimes = ONE,
     ) -> None:
-        """`in_context`: images see what stands before them, and are known by it, too.
+        """`in_context`: images see what stands before them, and are known by it, too; with `head`
+        only so many of each one's first tokens do, and the rest is as it is by itself.
         `whole_prompt`: all of the prompt sees all of it, so all of it is known by all of it."""
         self.request = request
         self.course = Course(regimes, _positions(request.segments))
         self.in_context = in_context
+        self.head = head
         self.whole_prompt = whole_prompt
         self.status = SequenceStatus.WAITING
         self.token_ids: list[int] = []
@@ -276,8 +313,8 @@ class Sequence:
                 run = array("q", self.token_ids[hashed:])
                 context.update(len(run).to_bytes(8, "little") + run.tobytes() + image.digest)
                 hashed = index
-                key = context.digest() if self.in_context else self.course.key(image.digest)
-                self.images.append(PlacedImage(image, index, position, visual, key))
+                where = (index, position, visual)
+                self.images += self._parts(image, where, context.digest())
                 before.append(image.digest)
                 position += image.width
                 visual += image.num_tokens
@@ -288,6 +325,22 @@ class Sequence:
                 before.clear()
             position += len(segment.token_ids)
         return before
+
+    def _parts(
+        self, image: ImageInput, where: tuple[int, int, int], context: bytes
+    ) -> list[PlacedImage]:
+        """An image as it is stored: in one piece, or its head and its tail apart."""
+        alone = self.course.key(image.digest)
+        if not self.in_context:
+            return [PlacedImage(image, *where, alone)]
+        if self.head is None or image.num_tokens <= self.head:
+            return [PlacedImage(image, *where, context, in_context=True)]
+        head, tail = image.cut(self.head)
+        index, position, visual = where
+        return [
+            PlacedImage(head, *where, _head_key(context, self.head), in_context=True),
+            PlacedImage(tail, index, position, visual + self.head, alone, skip=self.head),
+        ]
 
     @property
     def id(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
-from mmserve.config import CacheConfig
+from mmserve.config import CacheConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.cuda_layout import CUDALayout, Layout
 from mmserve.engine.model_runner import Logits, ModelRunner
 from mmserve.engine.plan import StepInput
@@ -27,6 +27,7 @@ from mmserve.kernels.gemv import gemv
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.reference import NOWHERE
 from mmserve.kernels.work_builder import WorkBuilder
+from mmserve.model.adapter import Features
 from mmserve.model.cuda_layer import (
     BACKENDS,
     DENSE_MULTIPLE,
@@ -37,6 +38,7 @@ from mmserve.model.cuda_layer import (
 )
 from mmserve.model.fuse import fuse
 from mmserve.model.weights import Loaded
+from mmserve.request import ImageInput
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
 
 # Steps of at most so many rows are captured; longer ones hide their launches behind their work.
@@ -65,14 +67,18 @@ class CUDARunner(ModelRunner):
     shares = True  # an image of several sequences is read once for all of them
 
     def __init__(
-        self, loaded: Loaded, cache: CacheConfig, *, dtype: str, deterministic: bool = False
+        self,
+        loaded: Loaded,
+        cache: CacheConfig,
+        model: ModelConfig,
+        steps: SchedulerConfig | None = None,
     ) -> None:
-        """`deterministic`: a request's logits have the same bits whatever runs beside it and
+        """`model.deterministic`: a request's logits have the same bits whatever runs beside it and
         however its prompt was cut, at the price of slower prefill."""
-        self._sliced = deterministic
+        self._sliced = model.deterministic
         spec = getattr(loaded, "spec", None)
         self._image_tokens = spec.num_image_tokens if spec else 0  # of each, encoded by itself
-        super().__init__(loaded, cache, dtype=dtype)
+        super().__init__(loaded, cache, model, steps)
 
     @property
     def deterministic(self) -> bool:
@@ -88,14 +94,8 @@ class CUDARunner(ModelRunner):
                 layers[index] = CUDALayer(layer)
         elif not self.stock:
             fuse(self.lm, table=self.table, weights="dense")
-        page_size = self.text[0].shape.page_size
-        self._layout = CUDALayout(
-            *(self.groups, page_size),
-            sight=self.sight,
-            axes=self.adapter.axes if self.stock else 1,
-            blocks=() if self.stock else self._planner.blocks,
-            scaled=self.stock and self.regimes.trained is not None,
-        )
+        scaled = self.stock and self.regimes.trained is not None
+        self._layout = CUDALayout(self._planner, scaled=scaled)
         each = [self.adapter.layers[group.layers[0]] for group in self.groups]
         splits = FIXED_SPLIT if self._sliced else work.SPLITS
         self._builders = [WorkBuilder(of.heads // of.kv_heads, splits) for of in each]
@@ -168,9 +168,20 @@ class CUDARunner(ModelRunner):
         if self.adapter.cross is not None:
             return super().encode(job, pixels)
         with sdpa_kernel(BACKENDS, set_priority=True):
-            embeds = self.vision_model.encode(send(pixels, self.device))[0]
-        layout = self._layout.image(job.key, job.pages, len(embeds), job.regime)
-        self._run(layout, embeds.to(self.adapter.dtype))
+            features, positions = self._features_of(job.image.whole, pixels)
+        count = len(features.embeds)
+        where: dict[str, Any] = {"regime": job.regime, "positions": positions}
+        layout = self._layout.image(job.key, job.pages, count, **where)
+        self._run(layout, features.embeds, self.adapter.extras([(0, features)], count))
+
+    def _features_of(self, image: ImageInput, pixels: Any) -> tuple[Features, Any]:
+        """What an image feeds the decoder, and its positions where they are not simply counted."""
+        if not self.stock:
+            sent = None if pixels is None else send(pixels, self.device)
+            return Features(self._native_embeds(image, sent).to(self.adapter.dtype)), None
+        if not self.knows(image.digest):
+            self.look(image, pixels)
+        return self._features.get(image.digest), image.positions
 
     @torch.inference_mode()
     def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
@@ -25,7 +25,7 @@ from mmserve.engine.model_runner import ModelRunner, build_runner
 from mmserve.engine.sampler import Drawn, Sampler
 from mmserve.metrics import Metrics
 from mmserve.model.weights import Loaded
-from mmserve.request import FinishReason, Request, Sequence, TokenEvent
+from mmserve.request import FinishReason, ImageInput, Request, Sequence, TokenEvent
 from mmserve.scheduler.batch import Batch, ContextImage, ImageJob
 from mmserve.scheduler.scheduler import Scheduler
 
@@ -53,7 +53,7 @@ class Engine:
         self.max_model_len = loaded.max_model_len
         self.metrics = Metrics()
         self.energy = board_meter(loaded, self.metrics)
-        self.runner = build_runner(loaded, config.cache, config.model)
+        self.runner = build_runner(loaded, config)
         self.scheduler = build_scheduler(config, self.runner, loaded.max_model_len)
         border = build_border(
             loaded,
@@ -91,6 +91,7 @@ class Engine:
         seq = Sequence(
             request,
             in_context=scheduler.in_context,
+            head=scheduler.head,
             whole_prompt=scheduler.whole_prompts,
             regimes=self.runner.regimes,
         )
@@ -133,10 +134,12 @@ class Engine:
         holdings = self.scheduler.holdings
         if not holdings.is_reserved(job.key):
             return  # its last holder has just ended, with another image that failed
-        encode = self.runner.encode
-        if self._try_image(job.key, lambda: encode(job, self.pipeline.pixels(job.image))):
+        if self._try_image(job.key, lambda: self.runner.encode(job, self._pixels(job.image))):
             holdings.settle(job.key, written=True)
             self._count_images(1)
+
+    def _pixels(self, image: ImageInput) -> Any:
+        return None if self.runner.knows(image.digest) else self.pipeline.pixels(image)
 
     def _look(self, context: ContextImage) -> None:
         """Have an image's features ready for the chunk that computes it; failures as above."""
@@ -317,5 +320,6 @@ def build_scheduler(config: EngineConfig, runner: ModelRunner, max_model_len: in
         page_size=size,
         max_model_len=max_model_len,
         in_context=runner.in_context,
+        head=runner.mode.head,
         whole_prompts=runner.sight.whole_prompt,
     )

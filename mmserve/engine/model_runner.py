@@ -13,13 +13,15 @@ from torch import Tensor
 
 from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
 from mmserve.cache.layer_group import LayerGroup
-from mmserve.config import CacheConfig, ModelConfig
+from mmserve.cache.pool_sizes import text_budgets, vision_budgets
+from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.feature_cache import FeatureCache
 from mmserve.engine.plan import Planner, StepInput
+from mmserve.engine.vision_mode import vision_mode
 from mmserve.kernels.chain import has_kernels
-from mmserve.kernels.reference import AttentionPlan, rope_table, write_kv
+from mmserve.kernels.reference import AttentionPlan, angle_table, rope_table, write_kv
 from mmserve.model import attention
-from mmserve.model.adapter import Adapter
+from mmserve.model.adapter import WHOLE_IMAGES, Adapter, Features
 from mmserve.model.cpu_layer import CPULayer
 from mmserve.model.fuse import fuse
 from mmserve.model.rope import Block, stack_tables
@@ -59,21 +61,35 @@ class ModelRunner:
     # The step is this thread's own work, so one launched ahead would only delay the answers.
     overlaps = False
 
-    def __init__(self, loaded: Loaded, cache: CacheConfig, *, dtype: str) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        cache: CacheConfig,
+        model: ModelConfig,
+        steps: SchedulerConfig | None = None,
+    ) -> None:
+        """`steps`: what one step may hold, where windows get room by it."""
         self.lm: Any = loaded.lm
         self.vision_model: Any = getattr(loaded, "vision", None)
         self.stock = loaded.stock
         self.device = loaded.device
-        self.dtype = resolve_dtype(dtype, self.device, stock=loaded.stock)
+        self.dtype = resolve_dtype(model.dtype, self.device, stock=loaded.stock)
         if self.dtype == "bfloat16":
             self.lm.to(torch.bfloat16)
         self.adapter = Adapter(self.lm, loaded.rope_scaling)
         self.regimes = self.adapter.regimes
-        self.sight, self.groups = self.adapter.sight, self.adapter.groups
-        # Whether images see what stands before them.
-        self.in_context = loaded.stock and self.adapter.cross is None
+        self.sight = self.adapter.sight if loaded.stock else WHOLE_IMAGES
+        self.groups = self.adapter.groups
+        self.mode = vision_mode(
+            model.vision_mode,
+            self.adapter,
+            stock=loaded.stock,
+            head=model.blend_tokens,
+            page_size=cache.page_size,
+        )
+        self.in_context = self.mode.in_context
         self.eos_token_ids = sorted(loaded.eos_token_ids)
-        self.table, blocks = self._table(1 if self.stock else loaded.max_model_len)
+        self.table, blocks = self._table(loaded.max_model_len)
         self._places = attention.places(self.groups)
         self._planner = Planner(
             self.groups,
@@ -83,26 +99,47 @@ class ModelRunner:
             axes=self.adapter.axes if self.stock else 0,
             blocks=blocks,
         )
-        shapes = [self._shape(group, cache.page_size) for group in self.groups]
-        # By layer group.
-        self.text = tuple(TextKVPool(shape, cache.text_bytes // len(shapes)) for shape in shapes)
-        self.vision = tuple(
-            VisionKVPool(shape, cache.vision_bytes // len(shapes)) for shape in shapes
-        )
+        self.text, self.vision = self._pools(cache, steps or SchedulerConfig())
         self._features = FeatureCache(cache.feature_bytes)
         self._fuse()
         self._warm_up(self.adapter.hidden_size)
 
     def _table(self, num_positions: int) -> tuple[Tensor, tuple[Block, ...]]:
-        """What images are turned by; stock models rotate by themselves, and turn none."""
-        head_dim = next(iter(self.adapter.layers.values())).head_dim
-        rope = getattr(self.adapter.config, "rope_parameters", None) or {}
-        theta = float(rope.get("rope_theta") or 10_000.0)
+        """What the native composition rotates by, and queries are turned by to images."""
+        adapter = self.adapter
+        head_dim = next(iter(adapter.layers.values())).head_dim
+        if self.stock:
+            turns = self.mode.turns_queries and adapter.cross is None
+            frequencies = adapter.turning_frequencies() if turns else None
+            if frequencies is None:
+                return rope_table(1, head_dim, 1.0).to(self.device), (Block(),)
+            return angle_table(num_positions, frequencies).to(self.device), (Block(),)
+        theta = float(adapter.config.rope_parameters["rope_theta"])
         table = rope_table(num_positions, head_dim, theta)
-        if self.stock or self.adapter.rope is None:
+        if adapter.rope is None:
             return table.to(self.device), (Block(),)
-        table, blocks = stack_tables(table, self.adapter.rope)
+        table, blocks = stack_tables(table, adapter.rope)
         return table.to(self.device), blocks
+
+    def _pools(
+        self, cache: CacheConfig, steps: SchedulerConfig
+    ) -> tuple[tuple[TextKVPool, ...], tuple[VisionKVPool, ...]]:
+        """By layer group."""
+        shapes = [self._shape(group, cache.page_size) for group in self.groups]
+        sizes = [shape.page_bytes for shape in shapes]
+        text = text_budgets(
+            self.groups,
+            sizes,
+            cache.text_bytes,
+            page_size=cache.page_size,
+            max_num_seqs=steps.max_num_seqs,
+            max_num_batched_tokens=steps.max_num_batched_tokens,
+        )
+        vision = vision_budgets(self.groups, sizes, cache.vision_bytes)
+        return (
+            tuple(map(TextKVPool, shapes, text)),
+            tuple(map(VisionKVPool, shapes, vision)),
+        )
 
     def _shape(self, group: LayerGroup, page_size: int) -> KVShape:
         layer = self.adapter.layers[group.layers[0]]
@@ -140,17 +177,43 @@ class ModelRunner:
 
     @torch.inference_mode()
     def encode(self, job: ImageJob, pixels: Any) -> None:
-        """Encode one image by itself and write its KV. `pixels`: what the pipeline made of it.
+        """Encode one image by itself and write its KV. `pixels`: what the pipeline made of it, or
+        None if the runner `knows` it.
 
         Each image runs alone, in the same shape always: its KV is a function of the image only,
         to the last bit, whatever else waits.
         """
         if self.adapter.cross is not None:
             return self._encode_crossed(job, pixels)
-        embeds = self.vision_model.encode(pixels.to(self.device))[0]  # [n, hidden]
+        if self.stock:
+            return self._encode_stock(job, pixels)
+        embeds = self._native_embeds(job.image, pixels)
         plans = self._planner.image(job.pages, len(embeds), job.regime)
         positions = self._planner.image_rows(len(embeds), job.regime)
         self.adapter.decode(embeds, positions, self._step(plans))
+
+    def _native_embeds(self, image: ImageInput, pixels: Any) -> Tensor:
+        """[n, hidden]"""
+        if self.knows(image.digest):
+            return self._features.get(image.digest).embeds
+        embeds: Tensor = self.vision_model.encode(pixels.to(self.device))[0]
+        return embeds
+
+    def _encode_stock(self, job: ImageJob, inputs: Mapping[str, Any] | None) -> None:
+        image = job.image.whole
+        if not self.knows(image.digest):
+            assert inputs is not None
+            self.look(image, inputs)
+        features = self._features.get(image.digest)
+        count = len(features.embeds)
+        local = torch.arange(count) if image.positions is None else torch.as_tensor(image.positions)
+        where = local.to(self.device)
+        if where.dim() < 2 and self.adapter.axes > 1:
+            where = where.expand(self.adapter.axes, count)
+        extra = self.adapter.extras([(0, features)], count)
+        regimes = torch.full((count,), job.regime, device=self.device) if job.regime else None
+        plans = self._planner.image(job.pages, count, job.regime)
+        self.adapter.decode(features.embeds, where, self._step(plans), regimes, **extra)
 
     def _encode_crossed(self, job: ImageJob, inputs: Mapping[str, Any]) -> None:
         """Project an image's keys and values, once for each layer that looks at images."""
@@ -166,10 +229,15 @@ class ModelRunner:
                 write_kv(pool, slots, tensor)
 
     @torch.inference_mode()
-    def look(self, image: ImageInput, inputs: Mapping[str, Any]) -> None:
+    def look(self, image: ImageInput, inputs: Any) -> None:
         """Run an image through the model's tower, for steps that compute it in its context."""
-        assert image.token_ids is not None
-        self._features.put(image.digest, self.adapter.look(image.token_ids, inputs))
+        if self.stock:
+            ids = image.whole.token_ids
+            assert ids is not None
+            features = self.adapter.look(ids, inputs)
+        else:
+            features = Features(self._native_embeds(image, inputs).to(self.adapter.dtype))
+        self._features.put(image.digest, features)
 
     def knows(self, digest: bytes) -> bool:
         """Whether an image need not be looked at (again). May be asked on any thread."""
@@ -201,7 +269,7 @@ class ModelRunner:
         embeds = self.adapter.embed(step_input.token_ids)
         images = []
         for first, placed in step_input.images:
-            features = self._features.get(placed.image.digest)
+            features = self._features.get(placed.image.digest).first(placed.image.num_tokens)
             embeds[first : first + len(features.embeds)] = features.embeds
             images.append((first, features))
         extra = self.adapter.extras(images, len(embeds))
@@ -223,13 +291,14 @@ def seen_rows(plan: AttentionPlan, num_rows: int) -> Tensor | None:
     return seen if bool(seen.any()) else None
 
 
-def build_runner(loaded: Loaded, cache: CacheConfig, model: ModelConfig) -> ModelRunner:
+def build_runner(loaded: Loaded, config: EngineConfig) -> ModelRunner:
     """The runner of the model's device. Raises ValueError for what the device cannot do."""
+    arguments = loaded, config.cache, config.model, config.scheduler
     if has_kernels(loaded.device):
         from mmserve.engine.cuda_runner import CUDARunner  # imports Triton
 
-        return CUDARunner(loaded, cache, dtype=model.dtype, deterministic=model.deterministic)
-    runner = ModelRunner(loaded, cache, dtype=model.dtype)
-    if model.deterministic and not runner.deterministic:
+        return CUDARunner(*arguments)
+    runner = ModelRunner(*arguments)
+    if config.model.deterministic and not runner.deterministic:
         raise ValueError("deterministic needs dtype int8 and Llama-style layers on this device")
     return runner

@@ -239,10 +239,7 @@ class _GroupBuilder:
         most = max(counts)
         places = [n for count in counts for n in range(count)]
         device = self.table.device
-        bases = [0] * len(images)
-        if len(self.table) > 1:
-            first = [self.blocks[chunk.seq.course.regime].turning for chunk in chunks]
-            bases = [first[row] + placed.base for row, placed in images]
+        bases = [self._base(chunks[row].seq, placed) for row, placed in images]
         cos, sin = angles(self.table, torch.tensor(bases, dtype=torch.long, device=device))
         lo, hi, visual_lo, visual_hi = (
             torch.from_numpy(np.stack(part)).to(device) for part in zip(*reads, strict=True)
@@ -251,6 +248,7 @@ class _GroupBuilder:
         def ints(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=device)
 
+        stored = [(p.pages or [])[self.number][p.skip // self.page_size :] for _, p in images]
         return QueryGroup(
             start=start,
             num_seqs=len(chunks),
@@ -260,7 +258,7 @@ class _GroupBuilder:
             hi=hi,
             visual_lo=visual_lo,
             visual_hi=visual_hi,
-            image_pages=_pad([(p.pages or [])[self.number] for _, p in images], device),
+            image_pages=_pad(stored, device),
             image_len=ints([p.image.num_tokens for _, p in images]),
             image_first=ints([p.visual_index for _, p in images]),
             image_row=ints([row for row, _ in images]),
@@ -269,6 +267,12 @@ class _GroupBuilder:
             sin=-sin,  # the angle is -base
             max_images=most,
         )
+
+    def _base(self, seq: Seq, placed: PlacedImage) -> int:
+        """How far its keys, as they are stored, are from where the sequence has them."""
+        if placed.in_context or not self.group.text:
+            return 0
+        return placed.base + self.blocks[seq.course.regime].turning
 
     def plan(self, positions: Tensor) -> AttentionPlan:
         slots = torch.from_numpy(np.concatenate(self.slots)).to(self.table.device)
@@ -291,7 +295,7 @@ def _pad(rows: list[list[int]], device: torch.device) -> Tensor:
 
 class Planner:
     """Lays steps out. `table` [rows, 2, D / 2] float32 is `rope_table`'s, or of several regimes,
-    which begin at `blocks`; of one row where images are read as they are stored. `axes` of
+    which begin at `blocks`; one row is enough where images are read as they are stored. `axes` of
     positions that the model rotates by itself; 0 where the plan's angles do it."""
 
     def __init__(
@@ -362,18 +366,28 @@ class Planner:
     def image(
         self, pages: list[list[int]], num_tokens: int, regime: int = 0
     ) -> tuple[AttentionPlan, ...]:
-        """The plans of one image alone, at positions from 0: all of it reads all of it.
+        """The plans of one image alone, at positions from 0: it reads nothing but itself.
 
         `pages`: its vision pages by layer group.
         """
         index = torch.arange(num_tokens, device=self.table.device)
-        cos, sin = angles(self.table, self.image_rows(num_tokens, regime))
-        return tuple(self._image(torch.tensor(p).to(index), index, cos, sin) for p in pages)
+        where = index * 0 if self.axes else self.image_rows(num_tokens, regime)
+        cos, sin = angles(self.table, where)
+        return tuple(
+            self._image(group, torch.tensor(held).to(index), index, cos, sin)
+            for group, held in zip(self.groups, pages, strict=True)
+        )
 
-    def _image(self, pages: Tensor, index: Tensor, cos: Tensor, sin: Tensor) -> AttentionPlan:
+    def _image(
+        self, layers: LayerGroup, pages: Tensor, index: Tensor, cos: Tensor, sin: Tensor
+    ) -> AttentionPlan:
         slots = pages[index // self.page_size] * self.page_size + index % self.page_size
         count, zero = len(index), index[:1] * 0
         still = angles(self.table, zero)
+        lo, hi = index * 0, index * 0 + count
+        if not self.sight.whole_images:
+            hi = index + 1
+            lo = lo if layers.window is None else (hi - layers.window).clamp_min(0)
         group = QueryGroup(
             start=0,
             num_seqs=1,
@@ -381,8 +395,8 @@ class Planner:
             pages=zero.view(1, 1)[:, :0],
             lo=(index * 0)[None],
             hi=(index * 0)[None],
-            visual_lo=(index * 0)[None],
-            visual_hi=(index * 0 + count)[None],
+            visual_lo=lo[None],
+            visual_hi=hi[None],
             image_pages=pages[None],
             image_len=zero + count,
             image_first=zero,

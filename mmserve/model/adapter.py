@@ -49,9 +49,20 @@ class Features(NamedTuple):
     def num_bytes(self) -> int:
         return sum(part.nbytes for part in (self.embeds, *self.deep))
 
+    def first(self, count: int) -> Features:
+        """Of the first `count` tokens alone."""
+        if self.deep_rows is None or count == len(self.embeds):
+            return Features(self.embeds[:count], self.deep, self.deep_rows)
+        rows = self.deep_rows[:count]
+        deep = tuple(level[: int(rows.sum())] for level in self.deep)
+        return Features(self.embeds[:count], deep, rows)
+
+
+# Of the native composition, whose images have no order inside.
+WHOLE_IMAGES = Sight(whole_images=True)
 
 # transformers builds these masks outside of the model's modules.
-_SIGHTS = {"gemma3": Sight(whole_images=True), "paligemma": Sight(whole_prompt=True)}
+_SIGHTS = {"gemma3": WHOLE_IMAGES, "paligemma": Sight(whole_prompt=True)}
 _FIRST_POSITION = {"paligemma": 1}
 
 
@@ -139,6 +150,18 @@ class Adapter:
         token = torch.tensor([[self.model.config.image_token_id]], device=self.device)
         states: Tensor = self._listen(token, inputs)["cross_attention_states"]
         return states.flatten(0, -2)
+
+    def turning_frequencies(self) -> Tensor | None:
+        """[D / 2] float32: what every layer's queries and keys are rotated by, whole heads; None
+        where layers differ, lengths matter, or only parts of heads are rotated."""
+        head_dim = next(iter(self.layers.values())).head_dim
+        modules: list[Any] = [] if self.rope is None else list(self.rope.by_regime)
+        if len(modules) != 1 or self.regimes.trained is not None:
+            return None
+        module = modules[0]
+        found = getattr(module, "inv_freq", None)
+        whole = isinstance(found, Tensor) and 2 * len(found) == head_dim
+        return found if whole else None
 
     def extras(self, images: list[tuple[int, Features]], num_rows: int) -> dict[str, Any]:
         """Further arguments of `decode` for images, each from its row on."""

@@ -99,28 +99,28 @@ class Holdings:
         position = start + seq.visual_before(start)
         found = []
         for placed in reversed(seq.images):
-            if self._lacks(placed, position):
+            if self._lacks(seq, placed, position):
                 found.append(placed)
-                if seq.in_context:
+                if placed.in_context:
                     position = min(position, placed.start)
         found.reverse()
         return found
 
-    def _lacks(self, placed: PlacedImage, position: int) -> bool:
+    def _lacks(self, seq: Seq, placed: PlacedImage, position: int) -> bool:
         return any(
-            self._sees(g, position, placed) and not self.vision[g].is_ready(placed.key)
+            self._sees(g, seq, position, placed) and not self.vision[g].is_ready(placed.key)
             for g in self.image_groups
         )
 
-    def _sees(self, group: int, position: int, placed: PlacedImage) -> bool:
+    def _sees(self, group: int, seq: Seq, position: int, placed: PlacedImage) -> bool:
         """Whether the row at a position, or a later one, reads of an image that begins before."""
         window = self.groups[group].window
-        return window is None or placed.end > position + 1 - window
+        return window is None or placed.end > position + 1 - window or _sees_all(seq, position)
 
     def _next_row(self, seq: Seq, start: int) -> tuple[int, int]:
         """Text and visual index of the first row to compute, with text computed up to `start`."""
         if seq.in_context and not seq.images_ready:
-            lacking = self.lacking(seq, start)
+            lacking = [p for p in self.lacking(seq, start) if p.in_context]
             if lacking and lacking[0].text_index <= start:
                 return lacking[0].text_index, lacking[0].visual_index
         return start, seq.visual_before(start)
@@ -135,6 +135,8 @@ class Holdings:
         if row[0] < start:
             return None
         windows = (self.groups[g].window for g in self.text_groups)
+        if _sees_all(seq, sum(row)):
+            return [0 for _ in windows]
         return [0 if window is None else seq.window_start(*row, window)[0] for window in windows]
 
     # -- taking ---------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ class Holdings:
         seq.images_ready = not seq.images
         tables, start = self._match(seq)
         wanted = self._wanted(seq, start)
-        sizes = [[(p.key, p.image.num_tokens) for p in placed] for placed in wanted]
+        sizes = [[(p.key, p.num_stored) for p in placed] for placed in wanted]
         if not all(v.can_acquire(s) for v, s in zip(self.vision, sizes, strict=True)):
             return None
         for g in self.text_groups:
@@ -187,7 +189,7 @@ class Holdings:
         wanted: list[list[PlacedImage]] = [[] for _ in self.groups]
         for g in self.image_groups:
             for placed in seq.images:
-                if id(placed) in lacking or self._sees(g, position, placed):
+                if id(placed) in lacking or self._sees(g, seq, position, placed):
                     wanted[g].append(placed)
         return wanted
 
@@ -240,9 +242,9 @@ class Holdings:
                 table[first:end] = [HOLE] * (end - first)
                 gave = True
             for placed in seq.images:
-                if not placed.pages or not placed.pages[g] or self._sees(g, sum(row), placed):
+                if not placed.pages or not placed.pages[g] or self._sees(g, seq, sum(row), placed):
                     continue
-                if not seq.in_context and any(self.writes(placed)):
+                if not placed.in_context and any(self.writes(placed)):
                     continue  # it is still to be encoded, and then written in every group
                 self.vision[g].release(placed.key)
                 placed.pages[g] = []
@@ -322,6 +324,12 @@ class Holdings:
                 held[page] = held.get(page, 0) + 1
             for page in range(self.text[g].num_pages):
                 assert self.text[g].ref_count(page) == held.get(page, 0), page
+
+
+def _sees_all(seq: Seq, position: int) -> bool:
+    """Whether the row at a position is one of a prompt that sees all of itself, past windows."""
+    prompt = seq.num_prompt_tokens + seq.num_image_tokens
+    return seq.whole_prompt and bool(seq.images) and position < prompt
 
 
 def _held(pages: Iterable[int]) -> list[int]:

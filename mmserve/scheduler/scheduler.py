@@ -55,8 +55,8 @@ class Scheduler:
     """One step's `Batch` at a time. Pages are counted in the text pools and the vision indexes, one
     of each by layer group.
 
-    `in_context`: sequences have their images computed in context. `whole_prompts`: prompts' rows
-    all see each other, images and text.
+    `in_context`, `head`: as sequences have it. `whole_prompts`: prompts' rows all see each other,
+    images and text.
     """
 
     def __init__(
@@ -70,13 +70,14 @@ class Scheduler:
         page_size: int,
         max_model_len: int,
         in_context: bool = False,
+        head: int | None = None,
         whole_prompts: bool = False,
     ) -> None:
         self.config = config
         self.radix = radix
         self.page_size = page_size
         self.max_model_len = max_model_len
-        self.in_context = in_context
+        self.in_context, self.head = in_context, head
         self.whole_prompts = whole_prompts
         self.holdings = Holdings(
             groups,
@@ -118,10 +119,12 @@ class Scheduler:
                     f"The prompt has {num_prompt} text tokens; the text KV pool"
                     f"{self._of_group(group)} holds {limit}."
                 )
-        images = request.images
-        if not self.in_context:  # then the same image is another one at each place
+        images, pages = request.images, 0
+        if self.head is not None:
+            pages = len(images) * self.holdings.pages_for(self.head)
+        if not self.in_context or self.head is not None:  # else it is another at each place
             images = list({image.digest: image for image in images}.values())
-        pages = sum(self.holdings.pages_for(image.num_tokens) for image in images)
+        pages += sum(self.holdings.pages_for(image.num_tokens) for image in images)
         for group in self.holdings.image_groups:
             if pages > self.vision[group].num_pages:
                 raise ContextLengthExceededError(
@@ -238,10 +241,11 @@ class Scheduler:
             end = min(len(seq.token_ids), start + self._budget)
             if end - start > self.holdings.sure_step:
                 end = start + self.holdings.longest_step(start, end - start)
-            if lacking and seq.in_context:
-                end, images = self._in_context(batch, seq, lacking, end)
-            elif lacking:
-                end = min(end, self._encode(batch, seq, lacking))
+            if alone := [placed for placed in lacking if not placed.in_context]:
+                end = min(end, self._encode(batch, seq, alone))
+            if len(alone) < len(lacking):
+                here = [placed for placed in lacking if placed.in_context]
+                end, images = self._in_context(batch, seq, here, end)
         if (end <= start and not images) or not self._ensure_pages(batch, seq, end):
             return
         whole = start < end == len(seq.token_ids)

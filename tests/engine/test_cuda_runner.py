@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mmserve.config import CacheConfig, ModelConfig
+import tests.kernels.interpreter  # noqa: F401
+from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine import engine as engine_module
 from mmserve.engine.cuda_runner import CUDARunner
 from mmserve.engine.engine import Engine
+from mmserve.engine.model_runner import ModelRunner
+from mmserve.model.weights import load
 from mmserve.request import SamplingParams, Segment, TextSegment
 from tests.engine.driver import Driver, picture, words
+from tests.engine.test_families import Family
 from tests.engine.tiny import tiny_config, tiny_model
+from tests.model import families
+from tests.model.border import open_border
 from tests.model.dense import dense_logits, embed
 
 BRIEF = SamplingParams(max_tokens=3, temperature=0.0)
 
 
-def on_the_gpus_runner(loaded: Any, cache: CacheConfig, model: ModelConfig) -> CUDARunner:
-    return CUDARunner(loaded, cache, dtype=model.dtype, deterministic=model.deterministic)
+def on_the_gpus_runner(loaded: Any, config: EngineConfig) -> CUDARunner:
+    return CUDARunner(loaded, config.cache, config.model, config.scheduler)
 
 
 @pytest.fixture(params=["fused", "as transformers has it"])
@@ -73,6 +80,48 @@ def test_a_known_image_is_not_computed_again(driver: Driver) -> None:
     driver.run()
     assert driver.engine.metrics.vision_encoder_runs.collect() == runs
     assert driver.tokens(first) == driver.tokens(again)
+
+
+def on_the_plain_runner(loaded: Any, config: EngineConfig) -> ModelRunner:
+    return ModelRunner(loaded, config.cache, config.model, config.scheduler)
+
+
+# Windows; layers of two kinds, capped scores; whole images; whole prompts; cross attention; angles
+# that change with the length; positions of three axes, and features between the layers.
+CHECKPOINTS = {
+    **dict.fromkeys(("mistral", "qwen2_5_vl", "qwen3_vl"), True),
+    **dict.fromkeys(("gemma2", "gemma3", "paligemma2", "mllama", "phi3"), False),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_public_checkpoints_answer_as_by_the_plain_runner(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Two requests at once, text and one with a picture; a prompt is computed in two steps."""
+    folder = families.build(name, tmp_path_factory.getbasetemp() / "families")
+    family = Family(name, folder, open_border(folder))
+    asked = ["text", "one" if name in families.VISION else "text"]
+    answers = []
+    for build in (on_the_plain_runner, on_the_gpus_runner):
+        monkeypatch.setattr(engine_module, "build_runner", build)
+        driver = checkpoint_driver(folder)
+        ids = [driver.submit(family.segments(driver, case), BRIEF) for case in asked]
+        driver.run()
+        answers.append([(driver.tokens(i), torch.stack(driver.logits[i]).cpu()) for i in ids])
+    runner: Any = driver.engine.runner
+    assert isinstance(runner, CUDARunner) and runner._fused is CHECKPOINTS[name]
+    for (wanted, expected), (tokens, logits) in zip(*answers, strict=True):
+        assert tokens == wanted
+        torch.testing.assert_close(logits[: len(expected)], expected, rtol=1e-3, atol=1e-3)
+
+
+def checkpoint_driver(folder: Path) -> Driver:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = ModelConfig(model=str(folder), device=device, dtype="float32")
+    cache = CacheConfig(text_bytes=1 << 22, vision_bytes=1 << 22)
+    config = EngineConfig(model, cache, SchedulerConfig(max_num_batched_tokens=32))
+    return Driver(Engine(config, load(model)))
 
 
 @pytest.mark.gpu

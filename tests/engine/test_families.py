@@ -6,8 +6,7 @@ the answers they are held to are those of transformers' `generate`, in float32 o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.model.border import Border, message, open_border
 
 STEPS = 64
 GREEDY = SamplingParams(max_tokens=STEPS, temperature=0.0)
+BRIEF = 24  # tokens, where the rest would show nothing new
 WINDOW = 24  # of the families that have one
 LONG = "The quick brown fox jumps over the lazy dog and back. " * 6  # over four windows
 
@@ -77,13 +77,15 @@ class Family:
         images = [driver.engine.pipeline.prepare(f, alone=len(files) == 1) for f in files]
         return driver.engine.template.render([message("user", *parts)], images).segments
 
-    def check(self, driver: Driver, request: str, case: str) -> None:
+    def check(self, driver: Driver, request: str, case: str, steps: int = STEPS) -> None:
         """A finished request's tokens and logits are transformers'."""
-        wanted = self.answer(case)
-        got = driver.tokens(request)
+        wanted, got = self.answer(case), driver.tokens(request)
+        # transformers goes on where the declared context ends.
+        room = driver.engine.max_model_len - len(wanted.prompt)
+        count = min(steps, room)
+        assert got == wanted.ids[:count], f"{self.name}/{case}: lead {wanted.lead():.1e}"
         logits = torch.stack(driver.logits[request])
-        assert got == wanted.ids, f"{self.name}/{case}: lead {wanted.lead():.1e}"
-        assert float((logits - wanted.logits).abs().max()) < 1e-3, case
+        assert float((logits - wanted.logits[:count]).abs().max()) < 1e-3, case
 
 
 @cache
@@ -135,24 +137,26 @@ def test_alone_cached_and_again_in_a_crowd(family: Family) -> None:
     for case, request in requests.items():
         family.check(driver, request, case)
         usage = driver.last(request).usage
-        assert usage is not None and usage.cached_tokens > 0
-        assert usage.vision_misses == 0
+        assert usage is not None
+        if not driver.engine.runner.sight.whole_prompt:  # what a window has passed is gone there
+            assert usage.cached_tokens > 0 and usage.vision_misses == 0
     driver.assert_idle()
 
 
 def test_chunks_end_inside_texts_and_around_images(family: Family) -> None:
     driver = family.driver(max_num_batched_tokens=5)
-    requests = {c: driver.submit(family.segments(driver, c), GREEDY) for c in family.cases}
+    brief = replace(GREEDY, max_tokens=BRIEF)
+    requests = {c: driver.submit(family.segments(driver, c), brief) for c in family.cases}
     driver.run()
     for case, request in requests.items():
-        family.check(driver, request, case)
+        family.check(driver, request, case, BRIEF)
     driver.assert_idle()
 
 
 def test_preempted_sequences_go_on_as_if_nothing_had_been(family: Family) -> None:
     driver = family.driver(text_pages=22, max_num_batched_tokens=128)
-    twice = [*family.cases, *family.cases]
-    requests = [(c, driver.submit(family.segments(driver, c), GREEDY)) for c in twice]
+    cases = ["text"] * 12 + [case for case in family.cases if case in ("long", "one")]
+    requests = [(c, driver.submit(family.segments(driver, c), GREEDY)) for c in cases]
     driver.run()
     for case, request in requests:
         family.check(driver, request, case)
