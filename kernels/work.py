@@ -227,9 +227,15 @@ def pack(every: Sequence[Items], num_rows: int, at: int) -> WorkTables:
     merges = np.empty((num_rows, 2), np.int32)
     merges[:, 0], merges[:, 1] = ends - slots, parts
     header = (len(small), places[0], len(large), *places[1:], merges_at, 0)
-    pages = (page for items in every for page in items.pages)
-    body = np.concatenate([merges.reshape(-1), *(b.reshape(-1) for b in blocks), *pages])
+    body = [merges.reshape(-1), *(block.reshape(-1) for block in blocks)]
+    for items in every:
+        body += items.pages
     tile_rows, num_slots = every[0].tile_rows, int(ends[-1]) if num_rows else 0
     return WorkTables(
-        np.array(header, np.int32), body, len(small), len(large), num_slots, tile_rows
+        np.array(header, np.int32),
+        np.concatenate(body),
+        len(small),
+        len(large),
+        num_slots,
+        tile_rows,
     )

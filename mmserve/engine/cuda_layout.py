@@ -1,14 +1,13 @@
 """From a batch's chunks to a step's rows and who reads what, in arrays.
 
 Owns the host side of a GPU step: token ids, positions and slots by row, and a `Reader` for each
-chunk and layer group. What is read is mmserve.engine.plan's rule; a decoding token, which is nearly
+chunk and layer group. What is read is mmserve.engine.rows's rule; a decoding token, which is nearly
 all there ever is, is laid out by a shorter way to the same. Knows nothing of devices or weights.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,10 +16,9 @@ import numpy as np
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.engine import plan
 from mmserve.engine.plan import ImageRows
+from mmserve.engine.rows import Rows, reads_of, regimes_of
 from mmserve.kernels import work
 from mmserve.kernels.reference import NOWHERE, vision_slot
-from mmserve.model.adapter import Sight
-from mmserve.model.rope import Block
 from mmserve.request import PlacedImage, Sequence
 from mmserve.scheduler.batch import Chunk
 
@@ -61,25 +59,21 @@ class _Lane:
 
 
 class CUDALayout:
-    """Lays out steps of a model with these layer groups."""
+    """Lays steps out as `planner` does, by the same rules."""
 
-    def __init__(
-        self,
-        groups: List[LayerGroup],
-        page_size: int,
-        *,
-        sight: Sight,
-        axes: int = 1,
-        blocks: List[Block] = (),
-        scaled: bool = False,
-    ) -> None:
-        """`blocks`: where each regime begins in the table that rotates rows and turns queries back
-        before images; none where the model rotates by itself, and images with it, by `axes` of
-        positions and, if `scaled`, by regimes.
-        """
-        self.groups, self.page_size, self.sight = groups, page_size, sight
-        self.axes, self.blocks, self.scaled = axes, blocks, scaled
+    def __init__(self, planner: plan.Planner, *, scaled: bool = False) -> None:
+        """`scaled`: rows are told their regimes, because the model rotates by itself."""
+        self.groups, self.page_size, self.sight = planner.groups, planner.page_size, planner.sight
+        self.axes, self.scaled, self.blocks = max(planner.axes, 1), scaled, planner.blocks
+        self._by_table = not planner.axes
+        self._several = scaled or len(self.blocks) > 1  # regimes
         self._lanes: weakref.WeakKeyDictionary[Sequence, list[_Lane]] = weakref.WeakKeyDictionary()
+        self._plans = [
+            plan._GroupBuilder(
+                number, group, self.sight, planner.table, self.page_size, self.blocks
+            )
+            for number, group in enumerate(self.groups)
+        ]
 
     @property
     def num_lines(self) -> int:
@@ -88,80 +82,110 @@ class CUDALayout:
 
     def step(self, chunks: list[Chunk]) -> Layout:
         """Chunks of a single row come first."""
-        decoding: list[tuple[int, ...]] = []
-        longer: list[Any] = []
+        num_decoding = next((n for n, c in enumerate(chunks) if not self._decodes(c)), len(chunks))
         readers: list[list[work.Reader]] = [[] for _ in self.groups]
-        last: list[int] = []
-        images: list[ImageRows] = []
-        total = 0
-        for chunk in chunks:
-            if not longer and self._is_decoding(chunk):
-                decoding.append(self._token(chunk.seq, chunk.start, total, readers))
-                total += 1
-            else:
-                rows, found = self._chunk(chunk, total, readers)
-                longer.append(rows)
-                images += found
-                total += rows.shape[1]
+        parts = [self._tokens(chunks[:num_decoding], readers)]
+        total, last, images = num_decoding, list(range(num_decoding)), list[ImageRows]()
+        for chunk in chunks[num_decoding:]:
+            rows, found = self._chunk(chunk, total, readers)
+            parts.append(rows)
+            images += found
+            total += rows.shape[1]
             last.append(total - 1)
-        first = np.array(decoding, np.int32).reshape(-1, self.num_lines).T
-        rows = np.concatenate([first, *longer], 1) if longer else first
+        rows = np.concatenate(parts, 1) if len(parts) > 1 else parts[0]
         return Layout(rows, readers, last, images)
 
-    def image(self, key: bytes, pages: list[list[int]], num_tokens: int, regime: int = 0) -> Layout:
-        """An image alone, at positions from 0: all of it reads all of it. `pages`: its vision pages
-        by group."""
+    def image(
+        self,
+        key: bytes,
+        pages: list[list[int]],
+        num_tokens: int,
+        *,
+        regime: int = 0,
+        positions: Any = None,
+    ) -> Layout:
+        """An image alone, at positions from 0: it reads nothing but itself. `pages`: its vision
+        pages by group; `positions` [axes, num_tokens] where they are not simply 0, 1, 2 ..."""
         index = np.arange(num_tokens)
-        still = index * 0
-        positions = index + self.blocks[regime].rotating
-        reads = (still, still, still, still + num_tokens)
-        held = [np.array(mine, np.int32) for mine in pages]
-        slots = [vision_slot(_slots(mine, index, self.page_size)) for mine in held]
-        readers = [
-            [work.Reader(0, num_tokens, reads, NO_PAGES, (part,))]
-            for part in (work.ImagePart(key, mine, num_tokens, 0, None) for mine in held)
-        ]
-        rows = np.array([still, positions, *slots], np.int32)
+        rows = np.zeros((self.num_lines, num_tokens), np.int32)
+        where = rows[1 : 1 + self.axes]
+        where[:] = index if positions is None else np.asarray(positions)
+        where += self._first_row(regime)
+        if self.scaled:
+            rows[1 + self.axes] = regime
+        readers = []
+        for number, (group, held) in enumerate(zip(self.groups, pages, strict=True)):
+            lo, hi = index * 0, index * 0 + num_tokens
+            if not self.sight.whole_images:
+                hi = index + 1
+                lo = lo if group.window is None else np.maximum(hi - group.window, 0)
+            mine = np.array(held, np.int32)
+            rows[number - len(self.groups)] = vision_slot(_slots(mine, index, self.page_size))
+            part = work.ImagePart(key, mine, num_tokens, 0, None)
+            reads = (index * 0, index * 0, lo, hi)
+            readers.append([work.Reader(0, num_tokens, reads, NO_PAGES, (part,))])
         return Layout(rows, readers, [num_tokens - 1], [])
 
     # -- decoding -------------------------------------------------------------------------------
 
-    def _is_decoding(self, chunk: Chunk) -> bool:
-        prompt = self.sight.whole_prompt and chunk.start < chunk.seq.num_prompt_tokens
-        return chunk.count == 1 and not chunk.images and not prompt
+    def _decodes(self, chunk: Chunk) -> bool:
+        if chunk.count != 1 or chunk.images:
+            return False
+        return not self.sight.whole_prompt or chunk.start >= chunk.seq.num_prompt_tokens
 
-    def _token(
-        self, seq: Sequence, index: int, row: int, readers: list[list[work.Reader]]
-    ) -> tuple[int, ...]:
-        """A text token's column of the rows; its readers are added."""
-        lanes, size = self._lanes_of(seq), self.page_size
-        visual = seq.visual_before(index)
-        position = seq.position(index)
-        regime = seq.course.at(position)
-        if self.blocks:
-            position += self.blocks[regime].rotating
-        place = [seq.token_ids[index], *[position] * self.axes, *[regime] * self.scaled]
-        for number, (group, lane) in enumerate(zip(self.groups, lanes, strict=True)):
-            if not group.text:
-                reads, pages = self._crossed(seq, index, group), NO_PAGES
-                place.append(NOWHERE)
+    def _tokens(self, chunks: list[Chunk], readers: list[list[work.Reader]]) -> Any:
+        """The rows of text tokens, one a chunk; their readers are added."""
+        seqs, index = [c.seq for c in chunks], [c.start for c in chunks]
+        visual = [seq.visual_before(i) for seq, i in zip(seqs, index, strict=True)]
+        position = [seq.position(i) for seq, i in zip(seqs, index, strict=True)]
+        lanes = [self._lanes_of(seq) for seq in seqs]
+        rows = np.empty((self.num_lines, len(chunks)), np.int32)
+        rows[0] = [seq.token_ids[i] for seq, i in zip(seqs, index, strict=True)]
+        if self._several:
+            regimes = [seq.course.at(p) for seq, p in zip(seqs, position, strict=True)]
+            rows[1 + self.axes] = regimes  # or slots, below
+            position = [p + self._first_row(r) for p, r in zip(position, regimes, strict=True)]
+        rows[1 : 1 + self.axes] = position
+        size = self.page_size
+        pages = [i // size for i in index]
+        offset = np.array(index, np.int32) % size
+        for number, group in enumerate(self.groups):
+            mine = [lane[number] for lane in lanes]
+            slots = rows[number - len(self.groups)]
+            if group.text:
+                slots[:] = [lane.source[p] for lane, p in zip(mine, pages, strict=True)]
+                slots *= size
+                slots += offset
+                held = [lane.cover(p + 1) for lane, p in zip(mine, pages, strict=True)]
             else:
-                reads, pages = (0, index + 1, 0, visual), lane.cover(index // size + 1)
-                place.append(seq.tables[number][index // size] * size + index % size)
-                if group.window is not None:
-                    lo, visual_lo = seq.window_start(index, visual, group.window)
-                    reads = (lo, index + 1, visual_lo, visual)
-                if not group.images:
-                    reads = (reads[0], index + 1, 0, 0)
-            readers[number].append(work.Reader(row, 1, reads, pages, lane.images))
-        return tuple(place)
+                slots[:] = NOWHERE
+                held = [NO_PAGES] * len(chunks)
+            if group.text and group.images and group.window is None:
+                reads = [(0, i + 1, 0, v) for i, v in zip(index, visual, strict=True)]
+            else:
+                reads = [self._reads(c, v, group) for c, v in zip(chunks, visual, strict=True)]
+            readers[number] += [
+                work.Reader(row, 1, read, page, lane.images)
+                for row, (read, page, lane) in enumerate(zip(reads, held, mine, strict=True))
+            ]
+        return rows
 
-    def _crossed(self, seq: Sequence, index: int, group: LayerGroup) -> tuple[int, int, int, int]:
-        rows = plan._Rows.of(Chunk(seq, index, 1, False), 1)
-        lo, hi, visual_lo, visual_hi = (
-            int(part[0]) for part in plan._reads(seq, rows, group, self.sight)
-        )
-        return lo, hi, visual_lo, visual_hi
+    def _first_row(self, regime: int) -> int:
+        """The table's row of position 0, where rows are rotated by it."""
+        return self.blocks[regime].rotating if self._by_table else 0
+
+    def _reads(self, chunk: Chunk, visual: int, group: LayerGroup) -> tuple[int, int, int, int]:
+        """What a text token reads, by the rules that layers differ in."""
+        seq, index = chunk.seq, chunk.start
+        if not group.text:
+            rows = Rows.of(chunk, 1)
+            found = reads_of(seq, rows, group, self.sight)
+            lo, hi, visual_lo, visual_hi = (int(part[0]) for part in found)
+            return lo, hi, visual_lo, visual_hi
+        lo, visual_lo = 0, 0
+        if group.window is not None:
+            lo, visual_lo = seq.window_start(index, visual, group.window)
+        return (lo, index + 1, visual_lo, visual) if group.images else (lo, index + 1, 0, 0)
 
     # -- chunks ---------------------------------------------------------------------------------
 
@@ -169,20 +193,21 @@ class CUDALayout:
         self, chunk: Chunk, first: int, readers: list[list[work.Reader]]
     ) -> tuple[Any, list[ImageRows]]:
         """A chunk's rows from the flat row `first` on; its readers are added."""
-        seq, rows = chunk.seq, plan._Rows.of(chunk, self.axes)
+        seq, rows = chunk.seq, Rows.of(chunk, self.axes)
         lines = np.empty((self.num_lines, len(rows)), np.int32)
-        regimes, first_slots = plan._regimes(seq, rows), self.num_lines - len(self.groups)
+        regimes, first_slots = regimes_of(seq, rows), self.num_lines - len(self.groups)
         lines[0], lines[1 : 1 + self.axes] = rows.ids, rows.positions
-        if self.blocks:
-            lines[1] += np.array([block.rotating for block in self.blocks])[regimes]
+        if self._by_table:
+            lines[1] += np.array([block.rotating for block in self.blocks], np.int32)[regimes]
         if self.scaled:
             lines[1 + self.axes] = regimes
         for number, (group, lane) in enumerate(
             zip(self.groups, self._lanes_of(seq, anew=True), strict=True)
         ):
-            reads: Any = plan._reads(seq, rows, group, self.sight)
+            reads: Any = reads_of(seq, rows, group, self.sight)
             pages = lane.cover(-(-int(reads[1].max()) // self.page_size))
-            lines[first_slots + number] = self._slots(chunk, rows, number)
+            table = seq.tables[number] if group.text else []
+            lines[first_slots + number] = self._plans[number]._slots(chunk, rows, table)
             if len(rows) == 1:
                 reads = tuple(int(part[0]) for part in reads)
             reader = work.Reader(first, len(rows), reads, pages, lane.images)
@@ -193,56 +218,42 @@ class CUDALayout:
             images.append(ImageRows(first + int(mine.argmax()), context.placed))
         return lines, images
 
-    def _slots(self, chunk: Chunk, rows: Any, number: int) -> Any:
-        """Where each row is stored in a group's pools."""
-        slots, group, size = np.full(len(rows), NOWHERE), self.groups[number], self.page_size
-        if group.text:
-            text = rows.image < 0
-            table = np.array(chunk.seq.tables[number], np.int64)
-            slots[text] = _slots(table, rows.text[text], size)
-        for context in chunk.images:
-            pages = context.placed.pages and context.placed.pages[number]
-            if context.writes[number] and pages:
-                mine = rows.image == chunk.seq.images.index(context.placed)
-                local = np.arange(context.placed.image.num_tokens)
-                slots[mine] = vision_slot(_slots(np.array(pages), local, size))
-        return slots
-
     # -- what is kept from step to step ---------------------------------------------------------
 
     def _lanes_of(self, seq: Sequence, *, anew: bool = False) -> list[_Lane]:
         """By group. Decoding changes nothing but the number of pages; `anew`: more may have."""
         lanes = None if anew else self._lanes.get(seq)
-        if lanes is None or not all(
-            lane.settled and lane.source is table and lane.shown is seq.images
-            for lane, table in zip(lanes, seq.tables, strict=True)
-        ):
-            lanes = [self._lane(seq, number) for number in range(len(self.groups))]
-            self._lanes[seq] = lanes
+        if lanes is not None:
+            for lane, table in zip(lanes, seq.tables, strict=True):
+                if lane.source is not table or lane.shown is not seq.images or not lane.settled:
+                    break
+            else:
+                return lanes
+        lanes = [self._lane(seq, number) for number in range(len(self.groups))]
+        self._lanes[seq] = lanes
         return lanes
 
     def _lane(self, seq: Sequence, number: int) -> _Lane:
         group = self.groups[number]
         shown = seq.images if group.images else []
         passed = 0 if group.window is None else seq.split(max(seq.length - group.window, 0))[1]
-        first = self.blocks[seq.course.regime].turning if self.blocks else None
         images, settled = [], True
         for placed in shown:
             if placed.pages and placed.pages[number]:
-                images.append(_part(placed, number, first))
+                images.append(self._part(seq, placed, number))
             elif placed.visual_index + placed.image.num_tokens > passed:
                 settled = False
         pages = np.zeros(64, np.int32)
         return _Lane(seq.tables[number], pages, 0, seq.images, tuple(images), settled)
 
-
-def _part(placed: PlacedImage, number: int, first: int | None) -> work.ImagePart:
-    """An image in a group. `first`: the row of position 0 in the table that turns queries back
-    before it; None: they are not turned."""
-    assert placed.pages is not None
-    pages = np.array(placed.pages[number], np.int32)
-    base = None if first is None else first + placed.base
-    return work.ImagePart(placed.key, pages, placed.image.num_tokens, placed.visual_index, base)
+    def _part(self, seq: Sequence, placed: PlacedImage, number: int) -> work.ImagePart:
+        assert placed.pages is not None
+        pages = np.array(placed.pages[number][placed.skip // self.page_size :], np.int32)
+        base = None
+        if not placed.in_context and self.groups[number].text:
+            base = placed.base + self.blocks[seq.course.regime].turning
+        key = (placed.key, placed.skip)
+        return work.ImagePart(key, pages, placed.image.num_tokens, placed.visual_index, base)
 
 
 def _slots(pages: Any, index: Any, page_size: int) -> Any:

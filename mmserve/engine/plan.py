@@ -2,30 +2,27 @@
 
 Owns the order of tokens in the flat batch: first all chunks of a single row (decoding) as one
 group, then each longer chunk as a group of its own, an image's rows before the text token that it
-stands before. Owns who reads what. Knows nothing of weights or pools' contents.
+stands before. Knows nothing of weights or pools' contents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from mmserve.cache.layer_group import LayerGroup
+from mmserve.engine.rows import Ints, Rows, reads_of, regimes_of
 from mmserve.engine.transfer import resolve_pending
 from mmserve.kernels.reference import NOWHERE, AttentionPlan, QueryGroup, vision_slot
 from mmserve.model.adapter import CAUSAL, Sight
 from mmserve.model.rope import Block
 from mmserve.request import PlacedImage
 from mmserve.request import Sequence as Seq
-from mmserve.scheduler.batch import Chunk, ContextImage
-
-Ints = npt.NDArray[np.int64]
+from mmserve.scheduler.batch import Chunk
 
 
 class ImageRows(NamedTuple):
@@ -50,125 +47,6 @@ class StepInput(NamedTuple):
     images: list[ImageRows]
 
 
-@dataclass
-class _Rows:
-    """A chunk's rows: int64 [R] each, positions [axes, R]. `text`, `visual`: how many tokens of
-    either kind stand before the row's token; `image`: the number of its image, -1 for text."""
-
-    ids: Ints
-    positions: Ints
-    text: Ints
-    visual: Ints
-    image: Ints
-
-    @classmethod
-    def of(cls, chunk: Chunk, axes: int) -> _Rows:
-        parts = []
-        at, end = chunk.start, chunk.start + chunk.count
-        for context in chunk.images:
-            border = min(max(context.placed.text_index, at), end)
-            if border > at:
-                parts.append(_text_rows(chunk.seq, at, border, axes))
-            parts.append(_image_rows(chunk.seq, context, axes))
-            at = border
-        if at < end:
-            parts.append(_text_rows(chunk.seq, at, end, axes))
-        if len(parts) == 1:
-            return parts[0]
-        return cls(
-            *(
-                np.concatenate([getattr(p, name) for p in parts], -1)
-                for name in ("ids", "positions", "text", "visual", "image")
-            )
-        )
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-def _text_rows(seq: Seq, start: int, end: int, axes: int) -> _Rows:
-    if end - start == 1:
-        visual, position = np.array([seq.visual_before(start)]), np.array([seq.position(start)])
-        text = np.array([start])
-    else:
-        text = np.arange(start, end)
-        before = np.searchsorted([p.text_index for p in seq.images], text, "right")
-        visual = np.cumsum([0, *(p.image.num_tokens for p in seq.images)])[before]
-        position = text + np.cumsum([0, *(p.image.width for p in seq.images)])[before]
-    ids = np.array(seq.token_ids[start:end], np.int64)
-    rows = np.broadcast_to(position, (axes, len(ids)))
-    return _Rows(ids, rows, text, visual, np.full(len(ids), -1))
-
-
-def _image_rows(seq: Seq, context: ContextImage, axes: int) -> _Rows:
-    placed, image = context.placed, context.placed.image
-    count = np.arange(image.num_tokens)
-    ids = count * 0 if image.token_ids is None else np.array(image.token_ids, np.int64)
-    local = count if image.positions is None else np.asarray(image.positions)
-    return _Rows(
-        ids,
-        placed.base + np.broadcast_to(local, (axes, len(count))),
-        np.full(len(count), placed.text_index),
-        placed.visual_index + count,
-        np.full(len(count), seq.images.index(placed)),
-    )
-
-
-def _regimes(seq: Seq, rows: _Rows) -> Ints:
-    """[R]: each row's."""
-    course, positions = seq.course, rows.positions[0]
-    regimes = np.full(len(rows), course.regime)
-    if not course.regimes.whole:
-        for row in np.flatnonzero(positions >= course.prompt):
-            regimes[row] = course.at(int(positions[row]))
-    return regimes
-
-
-def _reads(seq: Seq, rows: _Rows, group: LayerGroup, sight: Sight) -> tuple[Ints, Ints, Ints, Ints]:
-    """[lo, hi) of text and of visual tokens that each row reads."""
-    own_image = rows.image >= 0
-    hi = rows.text + ~own_image
-    visual_hi = rows.visual + own_image
-    lo, visual_lo = np.zeros_like(hi), np.zeros_like(hi)
-    if group.window is not None:
-        first = np.maximum(rows.text + rows.visual + 1 - group.window, 0)
-        starts = np.array([p.text_index + p.visual_index for p in seq.images], np.int64)
-        before = np.searchsorted(starts, first, "left")
-        ends = np.cumsum([0, *(p.image.num_tokens for p in seq.images)])
-        texts = np.array([0, *(p.text_index for p in seq.images)])
-        # Inside the last image that begins before `first`, or in the text behind it.
-        lo = np.maximum(first - ends[before], texts[before])
-        visual_lo = first - lo
-    if sight.whole_images:
-        spans = [(p.visual_index, p.visual_index + p.image.num_tokens) for p in seq.images]
-        begin, end = np.array([*spans, (0, 0)]).T[:, rows.image]
-        visual_lo = np.where(own_image, np.minimum(visual_lo, begin), visual_lo)
-        visual_hi = np.where(own_image, end, visual_hi)
-    if sight.whole_prompt and seq.images:
-        prompt = own_image | (rows.text < seq.num_prompt_tokens)
-        lo, visual_lo = np.where(prompt, 0, lo), np.where(prompt, 0, visual_lo)
-        hi = np.where(prompt, seq.num_prompt_tokens, hi)
-        visual_hi = np.where(prompt, seq.num_image_tokens, visual_hi)
-    if not group.text:
-        visual_lo, lo, hi = _latest_images(seq, rows.visual), hi * 0, hi * 0
-    if not group.images:
-        visual_lo, visual_hi = visual_hi * 0, visual_hi * 0
-    return lo, hi, visual_lo, visual_hi
-
-
-def _latest_images(seq: Seq, visual: Ints) -> Ints:
-    """Where the images begin that each row sees by cross attention: the latest, and those directly
-    before it, with nothing between but the placeholder that every such image has in the text."""
-    begins = [
-        p.visual_index
-        for n, p in enumerate(seq.images)
-        if not n or p.text_index > seq.images[n - 1].text_index + 1
-    ]
-    latest = np.searchsorted(begins, visual, "left") - 1
-    found: Ints = np.array(begins or [0])[np.maximum(latest, 0)]
-    return found
-
-
 class _GroupBuilder:
     """One layer group's plan in the making."""
 
@@ -186,14 +64,14 @@ class _GroupBuilder:
         self.slots: list[Ints] = []
         self.groups: list[QueryGroup] = []
 
-    def add(self, chunks: list[Chunk], rows: list[_Rows], start: int) -> None:
+    def add(self, chunks: list[Chunk], rows: list[Rows], start: int) -> None:
         """Chunks of equally many rows, the first at row `start` of the flat batch."""
         pages: list[list[int]] = []
         images: list[tuple[int, PlacedImage]] = []
         counts: list[int] = []
         reads = []
         for row, (chunk, part) in enumerate(zip(chunks, rows, strict=True)):
-            lo, hi, visual_lo, visual_hi = _reads(chunk.seq, part, self.group, self.sight)
+            lo, hi, visual_lo, visual_hi = reads_of(chunk.seq, part, self.group, self.sight)
             reads.append((lo, hi, visual_lo, visual_hi))
             table = chunk.seq.tables[self.number] if self.group.text else []
             covered = -(-int(hi.max()) // self.page_size)
@@ -209,7 +87,7 @@ class _GroupBuilder:
             counts.append(len(seen))
         self.groups.append(self._query_group(start, chunks, pages, reads, images, counts))
 
-    def _slots(self, chunk: Chunk, rows: _Rows, table: list[int]) -> Ints:
+    def _slots(self, chunk: Chunk, rows: Rows, table: list[int]) -> Ints:
         """Where each row is stored."""
         size = self.page_size
         slots = np.full(len(rows), NOWHERE)
@@ -272,7 +150,8 @@ class _GroupBuilder:
         """How far its keys, as they are stored, are from where the sequence has them."""
         if placed.in_context or not self.group.text:
             return 0
-        return placed.base + self.blocks[seq.course.regime].turning
+        block = self.blocks[seq.course.regime] if len(self.blocks) > 1 else self.blocks[0]
+        return placed.base + block.turning
 
     def plan(self, positions: Tensor) -> AttentionPlan:
         slots = torch.from_numpy(np.concatenate(self.slots)).to(self.table.device)
@@ -328,13 +207,13 @@ class Planner:
         images: list[ImageRows] = []
         total = 0
         for members in layout:
-            rows = [_Rows.of(chunk, max(self.axes, 1)) for chunk in members]
+            rows = [Rows.of(chunk, max(self.axes, 1)) for chunk in members]
             for builder in builders:
                 builder.add(members, rows, total)
             for chunk, part in zip(members, rows, strict=True):
                 ids.append(part.ids)
                 positions.append(part.positions)
-                regimes.append(_regimes(chunk.seq, part))
+                regimes.append(regimes_of(chunk.seq, part))
                 for context in chunk.images:
                     mine = part.image == chunk.seq.images.index(context.placed)
                     images.append(ImageRows(total + int(mine.argmax()), context.placed))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.engine.plan import Planner, StepInput
 from mmserve.kernels.reference import NOWHERE, QueryGroup, rope_table, vision_slot
-from mmserve.model.adapter import Sight
+from mmserve.model.adapter import WHOLE_IMAGES, Sight
 from mmserve.request import (
     ImageInput,
     ImageSegment,
@@ -110,12 +110,19 @@ def test_an_image_behind_the_chunk_is_not_in_the_plan() -> None:
 
 
 def test_an_image_is_written_at_its_local_positions_and_reads_all_of_itself() -> None:
-    (plan,) = Planner([ALL], TABLE, 4).image([[6, 2]], 6)
+    (plan,) = Planner([ALL], TABLE, 4, sight=WHOLE_IMAGES).image([[6, 2]], 6)
     assert vision_slot(plan.slots).tolist() == [24, 25, 26, 27, 8, 9]
     assert torch.equal(plan.cos, TABLE[:6, 0]) and torch.equal(plan.sin, TABLE[:6, 1])
     (group,) = plan.groups
     assert read(group) == [(0, 0, 0, 6)] * 6 and group.pages.numel() == 0
     assert torch.equal(group.cos, TABLE[[0], 0]) and group.image_pages.tolist() == [[6, 2]]
+
+
+def test_an_image_that_sees_itself_in_order_sees_no_more_than_a_window() -> None:
+    groups = [ALL, LayerGroup((1,), window=2)]
+    full, windowed = Planner(groups, TABLE, 4).image([[6], [2]], 4)
+    assert read(full.groups[0]) == [(0, 0, 0, n) for n in (1, 2, 3, 4)]
+    assert read(windowed.groups[0]) == [(0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 1, 3), (0, 0, 2, 4)]
 
 
 def test_an_image_in_context_stands_before_its_text_token_and_sees_what_is_before_it() -> None:
@@ -201,6 +208,23 @@ def test_whole_images_and_whole_prompts() -> None:
     for groups, last in (([ALL], (0, 4, 0, 5)), (windowed, (2, 4, 5, 5))):
         group = lay_out(chunk, sight=Sight(whole_prompt=True), groups=groups).plans[0].groups[0]
         assert read(group) == [(0, 3, 0, 5)] * 8 + [last]
+
+
+def test_a_head_sees_the_whole_of_its_image_and_the_tail_is_read_from_its_own_pages() -> None:
+    request = Request("x", (text(1), image(1, 11), text(2)), SamplingParams())
+    seq = Sequence(request, in_context=True, head=4)
+    head, tail = seq.images
+    seq.tables, head.pages, tail.pages = [[7]], [[5]], [[8, 9, 3]]
+    assert (head.in_context, tail.in_context, tail.key) == (True, False, bytes([1]) * 32)
+    planner = Planner([ALL], TABLE, 4, sight=WHOLE_IMAGES)
+    step = planner.step([with_images(seq, 0, 2, 0)])
+    (group,) = step.plans[0].groups
+    assert step.positions.tolist() == [0, 1, 2, 3, 4, 12]
+    assert read(group) == [(0, 1, 0, 0), *[(0, 1, 0, 11)] * 4, (0, 2, 0, 11)]
+    assert group.image_pages.tolist() == [[5, 0], [9, 3]]
+    assert group.image_first.tolist() == [0, 4] and group.image_len.tolist() == [4, 7]
+    # The head is stored as the sequence counts, the tail as if the image stood first.
+    assert torch.equal(group.sin, -TABLE[[0, 1], 1])
 
 
 def test_cross_attention_sees_the_images_whose_placeholders_stand_last_together() -> None:

@@ -1,0 +1,141 @@
+"""The rows of one chunk: which tokens they are, where they stand, and what each of them reads.
+
+Owns the rule of who sees whom, in text and visual indices, for every kind of layer group. Knows
+nothing of pages, pools or tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mmserve.cache.layer_group import LayerGroup
+from mmserve.model.adapter import Sight
+from mmserve.request import Sequence as Seq
+from mmserve.scheduler.batch import Chunk, ContextImage
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass
+class Rows:
+    """A chunk's rows: int64 [R] each, positions [axes, R]. `text`, `visual`: how many tokens of
+    either kind stand before the row's token; `image`: the number of its image, -1 for text."""
+
+    ids: Ints
+    positions: Ints
+    text: Ints
+    visual: Ints
+    image: Ints
+
+    @classmethod
+    def of(cls, chunk: Chunk, axes: int) -> Rows:
+        parts = []
+        at, end = chunk.start, chunk.start + chunk.count
+        for context in chunk.images:
+            border = min(max(context.placed.text_index, at), end)
+            if border > at:
+                parts.append(_text_rows(chunk.seq, at, border, axes))
+            parts.append(_image_rows(chunk.seq, context, axes))
+            at = border
+        if at < end:
+            parts.append(_text_rows(chunk.seq, at, end, axes))
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            *(
+                np.concatenate([getattr(p, name) for p in parts], -1)
+                for name in ("ids", "positions", "text", "visual", "image")
+            )
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def _text_rows(seq: Seq, start: int, end: int, axes: int) -> Rows:
+    if end - start == 1:
+        visual, position = np.array([seq.visual_before(start)]), np.array([seq.position(start)])
+        text = np.array([start])
+    else:
+        text = np.arange(start, end)
+        before = np.searchsorted([p.text_index for p in seq.images], text, "right")
+        visual = np.cumsum([0, *(p.image.num_tokens for p in seq.images)])[before]
+        position = text + np.cumsum([0, *(p.image.width for p in seq.images)])[before]
+    ids = np.array(seq.token_ids[start:end], np.int64)
+    rows = np.broadcast_to(position, (axes, len(ids)))
+    return Rows(ids, rows, text, visual, np.full(len(ids), -1))
+
+
+def _image_rows(seq: Seq, context: ContextImage, axes: int) -> Rows:
+    placed, image = context.placed, context.placed.image
+    count = np.arange(image.num_tokens)
+    ids = count * 0 if image.token_ids is None else np.array(image.token_ids, np.int64)
+    local = count if image.positions is None else np.asarray(image.positions)
+    return Rows(
+        ids,
+        placed.base + np.broadcast_to(local, (axes, len(count))),
+        np.full(len(count), placed.text_index),
+        placed.visual_index + count,
+        np.full(len(count), seq.images.index(placed)),
+    )
+
+
+def regimes_of(seq: Seq, rows: Rows) -> Ints:
+    """[R]: each row's."""
+    course, positions = seq.course, rows.positions[0]
+    regimes = np.full(len(rows), course.regime)
+    if not course.regimes.whole:
+        for row in np.flatnonzero(positions >= course.prompt):
+            regimes[row] = course.at(int(positions[row]))
+    return regimes
+
+
+def reads_of(
+    seq: Seq, rows: Rows, group: LayerGroup, sight: Sight
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """[lo, hi) of text and of visual tokens that each row reads."""
+    own_image = rows.image >= 0
+    hi = rows.text + ~own_image
+    visual_hi = rows.visual + own_image
+    lo, visual_lo = np.zeros_like(hi), np.zeros_like(hi)
+    if group.window is not None:
+        first = np.maximum(rows.text + rows.visual + 1 - group.window, 0)
+        starts = np.array([p.start for p in seq.images], np.int64)
+        before = np.searchsorted(starts, first, "left")
+        visual = np.cumsum([0, *(p.image.num_tokens for p in seq.images)])
+        texts = np.array([0, *(p.text_index for p in seq.images)])
+        # Inside the last image that begins before `first`, or in the text behind it.
+        lo = np.maximum(first - visual[before], texts[before])
+        visual_lo = first - lo
+    if sight.whole_images:
+        begins = [p.visual_index - p.skip for p in seq.images]
+        ends = [b + p.image.whole.num_tokens for b, p in zip(begins, seq.images, strict=True)]
+        begin, end = (np.array([*borders, 0])[rows.image] for borders in (begins, ends))
+        visual_lo = np.where(own_image, np.minimum(visual_lo, begin), visual_lo)
+        visual_hi = np.where(own_image, end, visual_hi)
+    if sight.whole_prompt and seq.images:
+        prompt = own_image | (rows.text < seq.num_prompt_tokens)
+        lo, visual_lo = np.where(prompt, 0, lo), np.where(prompt, 0, visual_lo)
+        hi = np.where(prompt, seq.num_prompt_tokens, hi)
+        visual_hi = np.where(prompt, seq.num_image_tokens, visual_hi)
+    if not group.text:
+        visual_lo, lo, hi = _latest_images(seq, rows.visual), hi * 0, hi * 0
+    if not group.images:
+        visual_lo, visual_hi = visual_hi * 0, visual_hi * 0
+    return lo, hi, visual_lo, visual_hi
+
+
+def _latest_images(seq: Seq, visual: Ints) -> Ints:
+    """Where the images begin that each row sees by cross attention: the latest, and those directly
+    before it, with nothing between but the placeholder that every such image has in the text."""
+    begins = [
+        p.visual_index
+        for n, p in enumerate(seq.images)
+        if not n or p.text_index > seq.images[n - 1].text_index + 1
+    ]
+    latest = np.searchsorted(begins, visual, "left") - 1
+    found: Ints = np.array(begins or [0])[np.maximum(latest, 0)]
+    return found
