@@ -173,7 +173,8 @@ def _still(module: Any, length: int | None = None) -> nn.Module:
     """A rotary module with the frequencies of sequences of this length, for good."""
     types: Any = module.rope_type
     if length is not None:
-        position = torch.tensor([[length - 1]])
+        axes = (3,) if "mrope_section" in module.config.rope_parameters else ()
+        position = torch.full((*axes, 1, 1), length - 1)
         for name in types if isinstance(types, dict) else (None,):
             module(torch.zeros(1), position, *(() if name is None else (name,)))
     # transformers looks at the type before each call, to see whether to choose frequencies anew.

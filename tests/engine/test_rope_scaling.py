@@ -249,10 +249,10 @@ def test_images_in_their_context_are_scaled_with_it(name: str, parent: Path) -> 
 # -- the native composition, whose images are stored at local positions ----------------------------
 
 
-def tiny(scaling: dict[str, Any], dtype: str = "float32", **options: int) -> Driver:
+def tiny(scaling: dict[str, Any], dtype: str = "float32") -> Driver:
     asked = rope.asked(scaling, TRAINED)
     loaded = dataclasses.replace(tiny_model(rope.reach(asked)), rope_scaling=asked)
-    return Driver(Engine(tiny_config(dtype=dtype, **options), loaded))
+    return Driver(Engine(tiny_config(dtype=dtype), loaded))
 
 
 def dense(segments: Sequence[Segment], said: Sequence[int], scaling: dict[str, Any]) -> Tensor:

@@ -143,6 +143,20 @@ def test_longrope_on_demand_begins_with_the_long_factors() -> None:
     assert close(module(torch.zeros(1), where), alone(longrope_llama().config, where, ()))
 
 
+def test_sections_of_several_axes_go_with_dynamic_scaling_on_demand() -> None:
+    whole = VISION["qwen2_5_vl"]().config
+    config = whole.get_text_config()
+    scaling = rope.asked({"rope_type": "dynamic", "factor": 2.0}, 64)
+    module, _ = rope.install(decoder_of(whole), config, scaling)
+    assert module is not None
+    where = positions(config, 128)  # a call of this length has the base of the first doubling
+    module.regimes = torch.ones(128, dtype=torch.long)
+    theirs = decoder_of(whole).rotary_emb
+    wanted = type(theirs)(rope.scaled_config(config, scaling))(torch.zeros(1), where)
+    assert close(module(torch.zeros(1), where), wanted)
+    assert not close(wanted, theirs(torch.zeros(1), where))
+
+
 def test_dynamic_on_demand_has_a_base_for_each_doubling() -> None:
     config = TEXT["llama_gqa"]().config
     scaling = rope.asked({"rope_type": "dynamic", "factor": 7.0}, 64)
