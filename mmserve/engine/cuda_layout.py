@@ -19,8 +19,8 @@ from mmserve.engine.plan import ImageRows
 from mmserve.engine.rows import Rows, reads_of, regimes_of
 from mmserve.kernels import work
 from mmserve.kernels.reference import NOWHERE, vision_slot
-from mmserve.request import PlacedImage, Sequence
 from mmserve.scheduler.batch import Chunk
+from mmserve.sequence import PlacedImage, Sequence
 
 NO_PAGES = np.zeros(0, np.int32)
 

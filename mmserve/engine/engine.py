@@ -25,9 +25,10 @@ from mmserve.engine.model_runner import ModelRunner, build_runner
 from mmserve.engine.sampler import Drawn, Sampler
 from mmserve.metrics import Metrics
 from mmserve.model.weights import Loaded
-from mmserve.request import FinishReason, ImageInput, Request, Sequence, TokenEvent
+from mmserve.request import FinishReason, ImageInput, Request, TokenEvent
 from mmserve.scheduler.batch import Batch, ContextImage, ImageJob
 from mmserve.scheduler.scheduler import Scheduler
+from mmserve.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

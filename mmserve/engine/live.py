@@ -12,15 +12,8 @@ from dataclasses import dataclass, field
 from mmserve.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from mmserve.engine.grammar import Matcher
 from mmserve.engine.sampler import SampledToken, SamplingState
-from mmserve.request import (
-    FinishReason,
-    Request,
-    Sequence,
-    Timings,
-    TokenEvent,
-    TokenLogprob,
-    Usage,
-)
+from mmserve.request import FinishReason, Request, Timings, TokenEvent, TokenLogprob, Usage
+from mmserve.sequence import Sequence
 from mmserve.tokenizer import Tokenizer
 
 

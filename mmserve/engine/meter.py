@@ -15,8 +15,8 @@ from mmserve.energy import Background, EnergyMeter, Part, Weights, Work, board_r
 from mmserve.metrics import Metrics
 from mmserve.model.loader import LoadedModel
 from mmserve.model.weights import Loaded
-from mmserve.request import Sequence
 from mmserve.scheduler.batch import Batch
+from mmserve.sequence import Sequence
 
 QUESTION = 32  # text tokens that read a found image, nominally
 

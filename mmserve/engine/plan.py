@@ -20,9 +20,9 @@ from mmserve.engine.transfer import resolve_pending
 from mmserve.kernels.reference import NOWHERE, AttentionPlan, QueryGroup, vision_slot
 from mmserve.model.adapter import CAUSAL, Sight
 from mmserve.model.rope import Block
-from mmserve.request import PlacedImage
-from mmserve.request import Sequence as Seq
 from mmserve.scheduler.batch import Chunk
+from mmserve.sequence import PlacedImage
+from mmserve.sequence import Sequence as Seq
 
 
 class ImageRows(NamedTuple):

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.model.adapter import Sight
-from mmserve.request import Sequence as Seq
 from mmserve.scheduler.batch import Chunk, ContextImage
+from mmserve.sequence import Sequence as Seq
 
 Ints = npt.NDArray[np.int64]
 

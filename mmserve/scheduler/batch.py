@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mmserve.request import ImageInput, PlacedImage, Sequence
+from mmserve.request import ImageInput
+from mmserve.sequence import PlacedImage, Sequence
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from mmserve.cache.layer_group import LayerGroup
 from mmserve.cache.page_pool import PagePool
 from mmserve.cache.radix_cache import HOLE, RadixCache
 from mmserve.cache.vision_index import EntryState, VisionIndex
-from mmserve.request import PlacedImage
-from mmserve.request import Sequence as Seq
+from mmserve.sequence import PlacedImage
+from mmserve.sequence import Sequence as Seq
 
 
 class Holdings:

@@ -31,9 +31,10 @@ from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.vision_index import VisionIndex
 from mmserve.config import SchedulerConfig
 from mmserve.errors import ContextLengthExceededError
-from mmserve.request import PlacedImage, Request, Sequence, SequenceStatus
+from mmserve.request import Request
 from mmserve.scheduler.batch import Batch, Chunk, ContextImage, ImageJob
 from mmserve.scheduler.holdings import Holdings
+from mmserve.sequence import PlacedImage, Sequence, SequenceStatus
 
 
 def _rank(seq: Sequence) -> tuple[bool, float]:

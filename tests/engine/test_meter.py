@@ -10,8 +10,9 @@ from mmserve.energy import Part, Work
 from mmserve.engine.engine import Engine
 from mmserve.engine.meter import QUESTION, board_meter, image_flops, image_weights, step_work
 from mmserve.metrics import Metrics
-from mmserve.request import ImageInput, ImageSegment, Request, SamplingParams, Sequence
+from mmserve.request import ImageInput, ImageSegment, Request, SamplingParams
 from mmserve.scheduler.batch import Batch, Chunk, ContextImage
+from mmserve.sequence import Sequence
 from tests.engine.driver import Driver, picture, words
 from tests.engine.tiny import (
     HEAD_DIM,

@@ -18,10 +18,10 @@ from mmserve.request import (
     Request,
     SamplingParams,
     Segment,
-    Sequence,
     TextSegment,
 )
 from mmserve.scheduler.batch import Chunk, ContextImage
+from mmserve.sequence import Sequence
 
 TABLE = rope_table(256, 4, 10_000.0)
 

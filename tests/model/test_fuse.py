@@ -28,8 +28,9 @@ from mmserve.model.fuse import (
     TableRotary,
     fuse,
 )
-from mmserve.request import Request, SamplingParams, Sequence, TextSegment
+from mmserve.request import Request, SamplingParams, TextSegment
 from mmserve.scheduler.batch import Chunk
+from mmserve.sequence import Sequence
 
 DIM, THETA = 16, 10_000.0
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mmserve.cache.layer_group import LayerGroup
-from mmserve.request import PlacedImage, Sequence
 from mmserve.scheduler.batch import Chunk
+from mmserve.sequence import PlacedImage, Sequence
 
 PAGE = 4
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.config import SchedulerConfig
 from mmserve.errors import ContextLengthExceededError
-from mmserve.request import ImageInput, Segment, SequenceStatus, TextSegment
+from mmserve.request import ImageInput, Segment, TextSegment
 from mmserve.scheduler.batch import Batch
+from mmserve.sequence import SequenceStatus
 from tests.scheduler.memory import PAGE
 from tests.scheduler.world import FULL, World, image, prompt
 

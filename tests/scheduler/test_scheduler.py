@@ -9,14 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from mmserve.config import SchedulerConfig
 from mmserve.errors import ContextLengthExceededError
-from mmserve.request import (
-    ImageInput,
-    ImageSegment,
-    Segment,
-    Sequence,
-    SequenceStatus,
-    TextSegment,
-)
+from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
+from mmserve.sequence import Sequence, SequenceStatus
 from tests.scheduler.memory import PAGE
 from tests.scheduler.world import World, image, prompt
 

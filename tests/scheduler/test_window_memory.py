@@ -16,10 +16,10 @@ from mmserve.request import (
     Request,
     SamplingParams,
     Segment,
-    Sequence,
     TextSegment,
 )
 from mmserve.scheduler.scheduler import Scheduler
+from mmserve.sequence import Sequence
 
 # Gemma 3 4B: 34 layers, every sixth sees everything; 4 heads of 256 for K and for V in bfloat16.
 WINDOW, PAGE, LAYER_BYTES = 1024, 16, 2 * 4 * 256 * 2

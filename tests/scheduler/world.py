@@ -20,12 +20,11 @@ from mmserve.request import (
     Request,
     SamplingParams,
     Segment,
-    Sequence,
-    SequenceStatus,
     TextSegment,
 )
 from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.scheduler import Scheduler
+from mmserve.sequence import Sequence, SequenceStatus
 from tests.scheduler.memory import PAGE, Memory, history, layout
 
 VOCAB = 1000

@@ -1,0 +1,278 @@
+"""How far a request got: its tokens, its images, and the pages that hold them. Host state only.
+
+Owns `Sequence` and `PlacedImage`. Knows nothing of tensors, pages' contents or scheduling.
+
+Only text tokens live in the text KV pool, so a text token has a **text index** i (its slot among
+the sequence's text pages) and a **position** p (what rotary embedding sees), where p = i + the
+spans of the images before it. A visual token has a **visual index**, counted through all images of
+its sequence. What a query reads is an interval of text indices and one of visual indices.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import sys
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from mmserve.regimes import ONE, Course, Regimes
+from mmserve.request import ImageInput, ImageSegment, Request, Segment
+
+
+def _digest(segments: tuple[Segment, ...]) -> bytes:
+    """Names a whole prompt."""
+    whole = hashlib.sha256()
+    for segment in segments:
+        if isinstance(segment, ImageSegment):
+            whole.update(b"image" + segment.image.digest)
+        else:
+            run = array("q", segment.token_ids).tobytes()
+            whole.update(b"text" + len(run).to_bytes(8, "little") + run)
+    return whole.digest()
+
+
+def _head_key(context: bytes, count: int) -> bytes:
+    return hashlib.sha256(b"head%d" % count + context).digest()
+
+
+def _positions(segments: tuple[Segment, ...]) -> int:
+    return sum(s.image.width if isinstance(s, ImageSegment) else len(s.token_ids) for s in segments)
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waiting again; its KV may have been given back
+    FINISHED = "finished"
+
+
+@dataclass
+class PlacedImage:
+    """An image at its place: before text token `text_index`, positions from `base`, its tokens
+    `visual_index` and on among the sequence's visual tokens.
+
+    `key` names its KV in the vision pool: the image's digest where its KV depends on nothing else,
+    or with everything before it, if `in_context`. `skip`: tokens of what is stored under the key
+    that stand before the image's own. `pages`: by layer group, while the sequence runs; empty where
+    it does not hold the image.
+    """
+
+    image: ImageInput
+    text_index: int
+    base: int
+    visual_index: int
+    key: bytes
+    in_context: bool = False
+    skip: int = 0
+    pages: list[list[int]] | None = None
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens under its key."""
+        return self.skip + self.image.num_tokens
+
+    @property
+    def start(self) -> int:
+        """Its first token's place among all tokens of the sequence."""
+        return self.text_index + self.visual_index
+
+    @property
+    def end(self) -> int:
+        return self.start + self.image.num_tokens
+
+
+class Sequence:
+    """A request's tokens and lengths, and which pages hold them.
+
+    A token whose step is launched and whose value the host has not seen yet is *pending*: it
+    stands at the end of `token_ids` as -(row + 1), its row among the tokens that step chooses.
+
+    Invariants: num_computed_tokens <= num_tokens; the pages cover at least the computed tokens, but
+    for those that a window has passed (-1); `keys[i]` identifies text token i *and* the images
+    directly before it, so equal key prefixes mean equal KV at equal positions; a pending token has
+    no key.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        in_context: bool = False,
+        head: int | None = None,
+        whole_prompt: bool = False,
+        regimes: Regimes = ONE,
+    ) -> None:
+        """`in_context`: images see what stands before them, and are known by it, too; with `head`
+        only so many of each one's first tokens do, and the rest is as it is by itself.
+        `whole_prompt`: all of the prompt sees all of it, so all of it is known by all of it."""
+        self.request = request
+        self.course = Course(regimes, _positions(request.segments))
+        self.in_context = in_context
+        self.head = head
+        self.whole_prompt = whole_prompt
+        self.status = SequenceStatus.WAITING
+        self.token_ids: list[int] = []
+        self.images: list[PlacedImage] = []
+        self.keys: list[Hashable] = []
+        self.tables: list[list[int]] = [[]]  # by layer group: text pages, logical to physical
+        self.num_computed_tokens = 0  # text tokens whose KV is in the pool
+        self.num_pending = 0  # tokens at the end of `token_ids` whose values are not known yet
+        self.num_cached_tokens = 0  # text tokens found in the prefix cache at first admission
+        self.missing_images: frozenset[bytes] = frozenset()  # keys not found then
+        self.images_ready = False  # all images' KV is written, and they are held
+        # Images that the first generated token, which is always text, is the first to look at.
+        self._before_next = self._place(request)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_image_tokens = sum(p.image.num_tokens for p in self.images)
+        self._image_width = sum(p.image.width for p in self.images)
+        asked = request.params.max_tokens
+        # Text tokens, prompt and output, that it may come to.
+        self.token_limit = sys.maxsize if asked is None else self.num_prompt_tokens + asked
+
+    def _place(self, request: Request) -> list[bytes]:
+        """Lay the segments out; the digests of trailing images."""
+        position = visual = hashed = 0
+        salt = _digest(request.segments) if self.whole_prompt else b""
+        salt += self.course.salt(0)
+        before = [salt] if salt else []
+        context = hashlib.sha256(salt)
+        for segment in request.segments:
+            if isinstance(segment, ImageSegment):
+                image, index = segment.image, len(self.token_ids)
+                run = array("q", self.token_ids[hashed:])
+                context.update(len(run).to_bytes(8, "little") + run.tobytes() + image.digest)
+                hashed = index
+                where = (index, position, visual)
+                self.images += self._parts(image, where, context.digest())
+                before.append(image.digest)
+                position += image.width
+                visual += image.num_tokens
+                continue
+            for token in segment.token_ids:
+                self.token_ids.append(token)
+                self.keys.append((*before, token) if before else token)
+                before.clear()
+            position += len(segment.token_ids)
+        return before
+
+    def _parts(
+        self, image: ImageInput, where: tuple[int, int, int], context: bytes
+    ) -> list[PlacedImage]:
+        """An image as it is stored: in one piece, or its head and its tail apart."""
+        alone = self.course.key(image.digest)
+        if not self.in_context:
+            return [PlacedImage(image, *where, alone)]
+        if self.head is None or image.num_tokens <= self.head:
+            return [PlacedImage(image, *where, context, in_context=True)]
+        head, tail = image.cut(self.head)
+        index, position, visual = where
+        return [
+            PlacedImage(head, *where, _head_key(context, self.head), in_context=True),
+            PlacedImage(tail, index, position, visual + self.head, alone, skip=self.head),
+        ]
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_tokens(self) -> int:
+        """Text tokens, prompt and output, pending ones too."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens whose values are known."""
+        return len(self.token_ids) - self.num_prompt_tokens - self.num_pending
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens : len(self.token_ids) - self.num_pending]
+
+    @property
+    def length(self) -> int:
+        """Positions used: text and image tokens."""
+        return self.num_tokens + self.num_image_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def last_is_pending(self) -> bool:
+        """The last token it may have is on its way; nothing is left to compute."""
+        return self.num_pending > 0 and len(self.token_ids) >= self.token_limit
+
+    def position(self, text_index: int) -> int:
+        """The rotary position of a text token."""
+        images = self.images
+        if not images or text_index >= images[-1].text_index:
+            return text_index + self._image_width
+        return text_index + sum(p.image.width for p in images if p.text_index <= text_index)
+
+    def visual_before(self, text_index: int) -> int:
+        """Visual tokens of the images before a text token: its own visual index, so to say."""
+        images = self.images
+        if not images or text_index >= images[-1].text_index:
+            return self.num_image_tokens
+        return next(p.visual_index for p in images if p.text_index > text_index)
+
+    def enter(self, regime: int) -> None:
+        """All is to be computed again, in another regime; nothing is held."""
+        made, self.course.regime = self.token_ids[self.num_prompt_tokens :], regime
+        self.token_ids, self.images, self.keys = [], [], []
+        self._before_next = self._place(self.request)
+        self.token_ids += made
+        for token in self.output_token_ids:
+            self._append_key(token)
+
+    def split(self, count: int) -> tuple[int, int]:
+        """How many text and how many visual tokens are among the sequence's first `count`."""
+        text = count
+        for placed in self.images:
+            before = placed.text_index + placed.visual_index
+            if before >= count:
+                break
+            inside = min(count - before, placed.image.num_tokens)
+            text = count - placed.visual_index - inside
+        return text, count - text
+
+    def window_start(self, text_index: int, visual_index: int, window: int) -> tuple[int, int]:
+        """The first text and the first visual index that a token with these indices reads through
+        a window of so many tokens, itself included."""
+        return self.split(max(text_index + visual_index + 1 - window, 0))
+
+    def append(self, token_id: int) -> None:
+        assert not self.num_pending, "a pending token has to be settled first"
+        self.token_ids.append(token_id)
+        self._append_key(token_id)
+
+    def append_pending(self, row: int) -> None:
+        """The next token is launched: number `row` of those its step chooses."""
+        self.token_ids.append(-(row + 1))
+        self.num_pending += 1
+
+    def settle(self, token_id: int) -> None:
+        """The first pending token turns out to be this one."""
+        self.token_ids[-self.num_pending] = token_id
+        self.num_pending -= 1
+        self._append_key(token_id)
+
+    def drop_pending(self) -> None:
+        """Forget tokens launched behind the end.
+
+        The last token that stays then counts as not computed, as if nothing had been launched.
+        """
+        if self.num_pending:
+            del self.token_ids[-self.num_pending :]
+            self.num_pending = 0
+        if not self.request.prefill_only:
+            self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
+
+    def _append_key(self, token_id: int) -> None:
+        if salt := self.course.salt(self.position(len(self.keys))):
+            self._before_next.append(salt)
+        self.keys.append((*self._before_next, token_id) if self._before_next else token_id)
+        self._before_next = []
