@@ -85,6 +85,20 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--deterministic", action="store_true", help="the same bits in any company")
     add("--device", default=model.device, choices=("auto", "cpu", "cuda"))
     add("--no-lora", action="store_true", help="serve the base model's own text weights")
+    add(
+        "--vision-mode",
+        default=model.vision_mode,
+        choices=("auto", "isolated", "prefix", "blend"),
+        help="whether images see what stands before them: not, wholly, or their first tokens only, "
+        "which is approximate (auto: as the model was made)",
+    )
+    add(
+        "--blend-tokens",
+        type=_count,
+        default=model.blend_tokens,
+        metavar="N",
+        help="how many of an image's first tokens do in blend mode",
+    )
     add("--max-model-len", type=_count, help="tokens, text and image")
     add(
         "--rope-scaling",
@@ -128,6 +142,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             deterministic=args.deterministic,
             device=args.device,
             lora=not args.no_lora,
+            vision_mode=args.vision_mode,
+            blend_tokens=args.blend_tokens,
             max_model_len=args.max_model_len,
             rope_scaling=args.rope_scaling,
             num_threads=args.num_threads,
@@ -313,10 +329,10 @@ def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         args.run(args)
-    except ModelUnavailableError as error:  # as argparse does for a wrong flag: --model is one
+    except (ModelUnavailableError, ValueError) as error:  # as argparse does for a wrong flag
         print(f"mmserve: {error}", file=sys.stderr)
         sys.exit(2)
-    except (ValueError, OSError) as error:  # said in one sentence
+    except OSError as error:  # said in one sentence
         sys.exit(f"mmserve: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

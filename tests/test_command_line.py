@@ -13,6 +13,7 @@ import pytest
 from mmserve import __version__
 from mmserve.__main__ import build_parser, engine_config
 from mmserve.config import MIB, EngineConfig
+from tests.model import families
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,11 @@ def test_flags_reach_their_place_in_the_tree() -> None:
     assert config.images.max_images == 5
 
 
+def test_the_vision_mode_reaches_its_place_in_the_tree() -> None:
+    model = parse("--vision-mode", "blend", "--blend-tokens", "64").model
+    assert (model.vision_mode, model.blend_tokens) == ("blend", 64)
+
+
 def test_flags_of_public_checkpoints_reach_their_place_in_the_tree(tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("hi")
@@ -122,6 +128,9 @@ def test_a_bad_size_is_refused_by_name(text: str, capsys: pytest.CaptureFixture[
         ("--port", "99999", "65535"),
         ("--port", "http", "65535"),
         ("--dtype", "int3", "invalid choice"),
+        ("--vision-mode", "sideways", "invalid choice"),
+        ("--blend-tokens", "0", "1 or more"),
+        ("--blend-tokens", "half", "1 or more"),
         ("--api-key-file", "/nowhere/keys", "no file"),
         ("--chat-template", "/nowhere/mine.jinja", "no file"),
         ("--mm-processor-kwargs", "[1]", "no JSON object"),
@@ -179,8 +188,25 @@ def test_serving_a_folder_that_is_no_checkpoint_names_it(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "flags", "said"),
+    [
+        ("llava", ("--vision-mode", "isolated"), "trained with images that see the text"),
+        ("llava", ("--vision-mode", "blend", "--blend-tokens", "10"), "a multiple of 16"),
+        ("gemma3", ("--vision-mode", "blend"), "which gemma3 has not"),
+    ],
+)
+def test_serving_in_a_mode_that_cannot_be_ends_with_a_sentence(
+    name: str, flags: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    folder = families.build(name, tmp_path)
+    line = complaint("serve", "--port", "0", "--model", str(folder), *flags, status=2)
+    assert said in line
+
+
+@pytest.mark.slow
 def test_serving_the_world_without_a_key_is_refused() -> None:
-    assert "API key" in complaint("serve", "--host", "0.0.0.0", "--port", "0")
+    assert "API key" in complaint("serve", "--host", "0.0.0.0", "--port", "0", status=2)
 
 
 @pytest.mark.slow
@@ -193,7 +219,7 @@ def test_chat_names_a_file_it_cannot_read() -> None:
 def test_chat_refuses_what_is_no_picture(tmp_path: Path) -> None:
     file = tmp_path / "cat.png"
     file.write_text("meow")
-    line = complaint("chat", str(file), "What is it?")
+    line = complaint("chat", str(file), "What is it?", status=2)
     assert str(file) in line
     assert "PNG" in line
 
