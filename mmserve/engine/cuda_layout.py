@@ -251,7 +251,8 @@ class CUDALayout:
         pages = np.array(placed.pages[number][placed.skip // self.page_size :], np.int32)
         base = None
         if not placed.in_context and self.groups[number].text:
-            base = placed.base + self.blocks[seq.course.regime].turning
+            block = self.blocks[seq.course.regime if len(self.blocks) > 1 else 0]
+            base = placed.base + block.turning
         key = (placed.key, placed.skip)
         return work.ImagePart(key, pages, placed.image.num_tokens, placed.visual_index, base)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import tests.kernels.interpreter  # noqa: F401
 from mmserve.kernels import attention, work
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.work_builder import WorkBuilder

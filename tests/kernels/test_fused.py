@@ -15,6 +15,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import tests.kernels.interpreter  # noqa: F401
 from mmserve.kernels import fused, plain
 from mmserve.kernels.reference import NOWHERE, rope_table, vision_slot
 

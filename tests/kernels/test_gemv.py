@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import tests.kernels.interpreter  # noqa: F401
 from mmserve.kernels.gemv import gemv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

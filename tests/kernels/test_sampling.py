@@ -16,6 +16,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import tests.kernels.interpreter  # noqa: F401
 from mmserve.engine.sampler import filter_threshold
 from mmserve.kernels import plain, sampling, threshold
 from mmserve.request import SamplingParams
