@@ -137,6 +137,7 @@ class Usage:
     completion_tokens: int = 0
     vision_hits: int = 0  # images
     vision_misses: int = 0  # images
+    vision_mode: str | None = None  # named where it makes the answer approximate
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,23 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens : len(self.token_ids) - self.num_pending]
 
     @property
+    def images_found(self) -> list[bool]:
+        """Of each image, whether nothing of it had to be computed for this request.
+
+        An image that is stored as head and tail is one image: one whose tail was found is still
+        a miss if its head had to be computed. Of a missing image shown twice, the second is found.
+        """
+        found: list[bool] = []
+        computed: set[bytes] = set()
+        for placed in self.images:
+            if not placed.skip:
+                found.append(True)
+            if placed.key in self.missing_images - computed:
+                found[-1] = False
+                computed.add(placed.key)
+        return found
+
+    @property
     def length(self) -> int:
         """Positions used: text and image tokens."""
         return self.num_tokens + self.num_image_tokens

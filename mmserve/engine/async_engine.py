@@ -21,6 +21,7 @@ import numba
 import torch
 
 from mmserve.config import EngineConfig, ImageLimits
+from mmserve.engine.border import GREEDY
 from mmserve.engine.engine import Engine, Event
 from mmserve.engine.sampler import validate
 from mmserve.errors import (
@@ -61,8 +62,10 @@ class ModelInfo:
     image_tokens: int
     image_limits: ImageLimits
     created: int
-    default_temperature: float = 0.0  # a small model babbles when it is sampled at 1
+    default_sampling: SamplingParams = GREEDY
     tool_format: ToolFormat | None = HERMES  # None: it cannot be told of tools
+    vision_mode: str = "isolated"
+    blend_tokens: int | None = None  # in blend mode
 
 
 class Generation:
@@ -136,7 +139,10 @@ class AsyncEngine:
             image_tokens=self._engine.least_image_tokens,
             image_limits=self.config.images,
             created=int(time.time()),
+            default_sampling=self._engine.default_sampling,
             tool_format=self._engine.template.tool_format,
+            vision_mode=self._engine.runner.mode.name,
+            blend_tokens=self._engine.runner.mode.head,
         )
         self.status = "ok"
 

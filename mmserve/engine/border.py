@@ -6,6 +6,7 @@ scheduling or KV.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -16,10 +17,12 @@ from mmserve.hub_prompt import HubTemplate
 from mmserve.model.loader import LoadedModel
 from mmserve.model.weights import Loaded, LoadedCheckpoint
 from mmserve.prompt import ChatTemplate, Message, Prompt
-from mmserve.request import ImageInput
+from mmserve.request import ImageInput, SamplingParams
 from mmserve.tokenizer import Tokenizer
 from mmserve.tools import ToolFormat
 from mmserve.vision.preprocess import fingerprint
+
+GREEDY = SamplingParams(temperature=0.0)  # a small model babbles when it is sampled at 1
 
 
 class Pipeline(Protocol):
@@ -49,12 +52,14 @@ class Template(Protocol):
 
 
 class Border(NamedTuple):
-    """`least_image_tokens`: what an image takes at least, known before it is looked at."""
+    """`least_image_tokens`: what an image takes at least, known before it is looked at.
+    `sampling`: what a request gets where it says nothing."""
 
     tokenizer: Tokenizer
     template: Template
     pipeline: Pipeline
     least_image_tokens: int
+    sampling: SamplingParams
 
 
 def build_border(
@@ -101,7 +106,7 @@ def _native(
         is_resident=is_resident,
         on_decode=on_decode,
     )
-    return Border(tokenizer, template, pipeline, spec.num_image_tokens)
+    return Border(tokenizer, template, pipeline, spec.num_image_tokens, GREEDY)
 
 
 def _of_checkpoint(
@@ -119,8 +124,9 @@ def _of_checkpoint(
         takes_images=checkpoint.takes_images,
         image_token_id=checkpoint.image_token_id,
     )
+    sampling = SamplingParams(**dataclasses.asdict(checkpoint.sampling))
     if not checkpoint.takes_images:
-        return Border(tokenizer, template, NoImagePipeline(), 0)
+        return Border(tokenizer, template, NoImagePipeline(), 0, sampling)
     pipeline = ProcessorPipeline(
         limits,
         checkpoint.processor,
@@ -130,4 +136,4 @@ def _of_checkpoint(
         is_resident=is_resident,
         on_decode=on_decode,
     )
-    return Border(tokenizer, template, pipeline, 1)
+    return Border(tokenizer, template, pipeline, 1, sampling)

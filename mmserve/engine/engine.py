@@ -65,7 +65,8 @@ class Engine:
             else self.scheduler.holdings.is_stored,
             on_decode=self.metrics.image_decodes.inc,
         )
-        self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border
+        self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
+        self.default_sampling = border.sampling
         self.grammars = Grammars(self.tokenizer)
         # One flight is in the air between two steps. May be set at any time, to compare.
         self.overlaps = self.runner.overlaps

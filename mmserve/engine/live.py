@@ -113,14 +113,16 @@ class Live:
         seq = self.seq
         computed = {p.key: p.image.num_tokens for p in seq.images if p.key in seq.missing_images}
         cached_images = seq.num_image_tokens - sum(computed.values())
+        found = seq.images_found
         return Usage(
             prompt_tokens=seq.num_prompt_tokens + seq.num_image_tokens,
             image_tokens=seq.num_image_tokens,
             cached_tokens=seq.num_cached_tokens + cached_images,
             cached_image_tokens=cached_images,
             completion_tokens=seq.num_output_tokens,
-            vision_hits=len(seq.images) - len(computed),
-            vision_misses=len(computed),
+            vision_hits=sum(found),
+            vision_misses=len(found) - sum(found),
+            vision_mode=None if seq.head is None else "blend",
         )
 
     def _logprobs(self, sampled: SampledToken) -> tuple[TokenLogprob, ...]:

@@ -106,12 +106,15 @@ def input_details(usage: Usage) -> dict[str, int]:
     }
 
 
-def cache_json(usage: Usage) -> dict[str, int]:
-    """Extension `usage.cache`: images found and computed, text tokens found in the prefix cache."""
+def cache_json(usage: Usage) -> dict[str, int | str]:
+    """Extension `usage.cache`: images found and computed, text tokens found in the prefix cache,
+    and the vision mode where it makes the answer approximate."""
+    approximate = {"vision_mode": usage.vision_mode} if usage.vision_mode else {}
     return {
         "vision_hits": usage.vision_hits,
         "vision_misses": usage.vision_misses,
         "prefix_tokens": usage.cached_tokens - usage.cached_image_tokens,
+        **approximate,
     }
 
 

@@ -257,6 +257,7 @@ class Completion:
             chunk["usage"] = None
         elif reason is not None:
             chunk["timings"] = timings_json(self._answer.timings, self._answer.usage)
+            chunk["cache"] = cache_json(self._answer.usage)
         return sse(dumps(chunk))
 
     def _deltas(self, event: TokenEvent) -> Iterator[tuple[dict[str, Any], Any]]:

@@ -35,12 +35,21 @@ class ModelInfo(Protocol):
         """Unix seconds."""
 
     @property
-    def default_temperature(self) -> float:
-        """Used where a request names none."""
+    def default_sampling(self) -> SamplingParams:
+        """Its temperature, top_p, top_k, min_p and repetition_penalty are used where a request
+        names none."""
 
     @property
     def tool_format(self) -> ToolFormat | None:
         """How the model is told of tools and calls them; None where it cannot be."""
+
+    @property
+    def vision_mode(self) -> str:
+        """How much of what stands before an image it has seen: isolated | prefix | blend."""
+
+    @property
+    def blend_tokens(self) -> int | None:
+        """In blend mode: how many of an image's first tokens have seen it."""
 
 
 class Generation(Protocol):

@@ -38,6 +38,9 @@ def limits_json(services: Services) -> dict[str, Any]:
 
 def model_json(services: Services) -> dict[str, Any]:
     info = services.info
+    vision: dict[str, Any] = {"vision_mode": info.vision_mode} if info.image_tokens else {}
+    if vision and info.blend_tokens is not None:
+        vision["blend_tokens"] = info.blend_tokens
     return {
         "id": info.name,
         "object": "model",
@@ -49,6 +52,7 @@ def model_json(services: Services) -> dict[str, Any]:
             "input": ["text", *(["image"] if info.image_tokens else [])],
             "output": ["text"],
         },
+        **vision,
         "limits": limits_json(services),
     }
 

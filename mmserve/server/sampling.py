@@ -87,13 +87,16 @@ def parse_sampling(
 ) -> SamplingParams:
     """`limits` names the length fields, the stronger first; the rest was read by the surface."""
     top_k = fields.integer("top_k", -1, MAX_INT)
+    default = info.default_sampling
     return SamplingParams(
         max_tokens=_max_tokens(fields, limits),
-        temperature=_or(fields.number("temperature", 0, 2), info.default_temperature),
-        top_p=_or(fields.number("top_p", 0, 1), 1.0),
-        top_k=max(top_k or 0, 0),
-        min_p=_or(fields.number("min_p", 0, 1), 0.0),
-        repetition_penalty=_or(fields.number("repetition_penalty", 0.01, 10), 1.0),
+        temperature=_or(fields.number("temperature", 0, 2), default.temperature),
+        top_p=_or(fields.number("top_p", 0, 1), default.top_p),
+        top_k=default.top_k if top_k is None else max(top_k, 0),
+        min_p=_or(fields.number("min_p", 0, 1), default.min_p),
+        repetition_penalty=_or(
+            fields.number("repetition_penalty", 0.01, 10), default.repetition_penalty
+        ),
         presence_penalty=_or(fields.number("presence_penalty", -2, 2), 0.0),
         frequency_penalty=_or(fields.number("frequency_penalty", -2, 2), 0.0),
         logit_bias=_logit_bias(fields),

@@ -83,7 +83,10 @@ def test_an_image_elsewhere_is_found_and_gives_the_same(
     assert warm.tokens(request) == tokens
     torch.testing.assert_close(torch.stack(warm.logits[request]), logits, rtol=0, atol=1e-3)
     usage = warm.last(request).usage
-    assert usage is not None and usage.vision_hits == 1 and usage.vision_misses >= 1
+    assert usage is not None and usage.cached_image_tokens > 0
+    assert usage.vision_mode == ("blend" if mode == "blend" else None)
+    # A head is computed anew wherever its image stands, and makes a miss of it.
+    assert (usage.vision_hits, usage.vision_misses) == ((0, 2) if mode == "blend" else (1, 1))
     warm.assert_idle()
     cold.assert_idle()
 
@@ -118,6 +121,25 @@ def test_in_blend_mode_the_head_is_as_in_prefix_mode_and_the_tail_as_isolated(
     torch.testing.assert_close(stored["blend"][:, :, :, :16], stored["prefix"][:, :, :, :16])
     torch.testing.assert_close(stored["blend"][:, :, :, 16:], stored["isolated"][:, :, :, 16:])
     assert not torch.allclose(stored["blend"][:, :, :, 16:], stored["prefix"][:, :, :, 16:])
+
+
+def test_head_and_tail_are_counted_as_one_image(folders: Path) -> None:
+    driver = serve(families.build("qwen2_5_vl", folders), "blend")
+    parts = segments(driver, CASES[1])
+    counts = [s.image.num_tokens for s in parts if isinstance(s, ImageSegment)]
+    assert min(counts) > 16
+    for hits, cached in ((0, 0), (2, sum(counts))):
+        request = driver.submit(parts, GREEDY)
+        driver.run()
+        usage = driver.last(request).usage
+        assert usage is not None and usage.vision_mode == "blend"
+        assert (usage.vision_hits, usage.vision_misses) == (hits, 2 - hits)
+        assert (usage.image_tokens, usage.cached_image_tokens) == (sum(counts), cached)
+    request = driver.submit(segments(driver, CASES[0]), GREEDY)
+    driver.run()
+    usage = driver.last(request).usage
+    assert usage is not None and (usage.vision_hits, usage.vision_misses) == (0, 1)
+    assert usage.cached_image_tokens == counts[0] - 16
 
 
 @torch.no_grad()

@@ -53,8 +53,10 @@ class FakeInfo:
     image_tokens: int = IMAGE_TOKENS
     image_limits: ImageLimits = ImageLimits(max_bytes=1024 * 1024, max_images=8)
     created: int = 1_790_000_000
-    default_temperature: float = 0.0
+    default_sampling: SamplingParams = SamplingParams(temperature=0.0)
     tool_format: ToolFormat | None = HERMES
+    vision_mode: str = "isolated"
+    blend_tokens: int | None = None
 
 
 class FakeMetrics:
@@ -98,6 +100,7 @@ class FakeGeneration:
             image_tokens=self._prompt.num_image_tokens,
             completion_tokens=count,
             vision_misses=len(images),
+            vision_mode="blend" if self._engine.info.vision_mode == "blend" else None,
         )
         return TokenEvent(
             finish_reason=reason, usage=usage, timings=Timings(prompt_ms=1.0), error=error

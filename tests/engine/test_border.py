@@ -1,0 +1,51 @@
+"""What a checkpoint says of itself arrives where requests come in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmserve.config import EngineConfig, ModelConfig
+from mmserve.engine.async_engine import AsyncEngine, ModelInfo
+from mmserve.request import SamplingParams
+from tests.engine.tiny import build_tiny, tiny_config
+from tests.model import families
+
+
+def info(engine: AsyncEngine) -> ModelInfo:
+    async def begin() -> None:
+        await engine.start()
+        await engine.stop()
+
+    asyncio.run(begin())
+    return engine.info
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return families.build("qwen2_5_vl", tmp_path)
+
+
+def test_a_checkpoint_s_own_sampling_is_the_default(folder: Path) -> None:
+    own: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05}
+    asked = json.dumps({"do_sample": True, **own})
+    (folder / "generation_config.json").write_text(asked)
+    model = ModelConfig(model=str(folder), device="cpu")
+    assert info(AsyncEngine(EngineConfig(model))).default_sampling == SamplingParams(**own)
+
+
+def test_a_native_model_is_greedy_and_isolated() -> None:
+    native = info(AsyncEngine(tiny_config(), build=build_tiny))
+    assert native.default_sampling == SamplingParams(temperature=0.0)
+    assert (native.vision_mode, native.blend_tokens) == ("isolated", None)
+
+
+@pytest.mark.parametrize(("mode", "tokens"), [("prefix", None), ("blend", 32)])
+def test_the_mode_is_told(mode: str, tokens: int | None, folder: Path) -> None:
+    model = ModelConfig(model=str(folder), device="cpu", vision_mode=mode, blend_tokens=32)
+    told = info(AsyncEngine(EngineConfig(model)))
+    assert (told.vision_mode, told.blend_tokens) == (mode, tokens)
