@@ -105,8 +105,9 @@ class Reader(NamedTuple):
     """Some queries of one sequence, rows first_row.. of the flat batch.
 
     `reads`: text lo, hi and visual lo, hi of each query, ints for one, else integer arrays [Q].
-    Text stands in `pages` int32 [P]; `images` in order, at least those that are read.
-    `sink_tokens`: how many of the first text tokens are read, too, where they are before lo.
+    Text stands in `pages` int32 [P], the first of them its page number `first_page`; `images` in
+    order, at least those that are read. `sink_tokens`: how many of the first text tokens are read,
+    too, where they are before lo.
     """
 
     first_row: int
@@ -115,6 +116,7 @@ class Reader(NamedTuple):
     pages: Int32s
     images: Sequence[ImagePart] = ()
     sink_tokens: int = 0
+    first_page: int = 0
 
     @property
     def matrix(self) -> Ints:

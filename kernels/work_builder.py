@@ -225,12 +225,13 @@ def _add_sinks(t: Items, single: _Singles, before: Ints) -> Ints:
 
 
 def _places(t: Items, single: _Singles) -> Ints:
-    """Where each reader's page ids stand."""
+    """Where each reader's page ids stand, or its first would."""
     if not t.pages:
         t.pages += [r.pages for r in single.readers]
         t.num_pages = sum(map(len, t.pages))
     lengths = np.fromiter(map(len, t.pages), np.int64, len(t.pages))
-    return np.cumsum(lengths) - lengths
+    first = np.fromiter(map(attrgetter("first_page"), single.readers), np.int64, len(t.pages))
+    return np.cumsum(lengths) - lengths - first
 
 
 # -- chunks -------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def _runs(t: Items, reader: Reader, reads: Ints, splits: Splits | None) -> Ints:
             pages, base = t.add_pages(image.pages), STILL if image.base is None else image.base
             spans = part.cuts if splits else [(part.lo, part.hi)]
             runs += [(VISION, pages, *span, 0, 0, base, image.first) for span in spans]
-    pages = t.add_pages(reader.pages)
+    pages = t.add_pages(reader.pages) - reader.first_page
     if reader.sink_tokens:
         sinks = min(reader.sink_tokens, int(lo.max()))
         runs.append((SINKS, pages, 0, sinks, 0, 0, OWN, reader.sink_tokens))

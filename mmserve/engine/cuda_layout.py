@@ -165,7 +165,7 @@ class CUDALayout:
             else:
                 reads = [self._reads(c, v, group) for c, v in zip(chunks, visual, strict=True)]
             readers[number] += [
-                work.Reader(row, 1, read, page, lane.images)
+                _reader(row, 1, read, page, lane.images, group, size)
                 for row, (read, page, lane) in enumerate(zip(reads, held, mine, strict=True))
             ]
         return rows
@@ -210,7 +210,7 @@ class CUDALayout:
             lines[first_slots + number] = self._plans[number]._slots(chunk, rows, table)
             if len(rows) == 1:
                 reads = tuple(int(part[0]) for part in reads)
-            reader = work.Reader(first, len(rows), reads, pages, lane.images)
+            reader = _reader(first, len(rows), reads, pages, lane.images, group, self.page_size)
             readers[number].append(reader)
         images = []
         for context in chunk.images:
@@ -255,6 +255,22 @@ class CUDALayout:
             base = placed.base + block.turning
         key = (placed.key, placed.skip)
         return work.ImagePart(key, pages, placed.image.num_tokens, placed.visual_index, base)
+
+
+def _reader(
+    row: int,
+    count: int,
+    reads: Any,
+    pages: Any,
+    images: tuple[work.ImagePart, ...],
+    group: LayerGroup,
+    size: int,
+) -> work.Reader:
+    """Without the pages that a window has passed."""
+    if group.window is None:
+        return work.Reader(row, count, reads, pages, images)
+    passed = (reads[0] if count == 1 else int(reads[0].min())) // size
+    return work.Reader(row, count, reads, pages[passed:], images, first_page=passed)
 
 
 def _slots(pages: Any, index: Any, page_size: int) -> Any:

@@ -7,6 +7,7 @@ kinds of work it holds; everything else is in one int32 array that is uploaded b
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ from mmserve.model.fuse import fuse
 from mmserve.model.weights import Loaded
 from mmserve.request import ImageInput
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
+
+logger = logging.getLogger(__name__)
 
 # Steps of at most so many rows are captured; longer ones hide their launches behind their work.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -89,6 +92,10 @@ class CUDARunner(ModelRunner):
         self._fused = all(CUDALayer.fits(layer) for layer in layers) and self._turns_whole_heads()
         if self._sliced and not self._fused:
             raise ValueError("deterministic needs Llama-style layers")
+        if self._sliced and self.in_context and hasattr(self.adapter.model.config, "vision_config"):
+            raise ValueError("deterministic needs images that are computed by themselves")
+        # What cross attention is told of a step is no part of the tables.
+        self._captures = self._fused or self.adapter.cross is None
         if self._fused:
             for index, layer in enumerate(layers):
                 layers[index] = CUDALayer(layer)
@@ -132,7 +139,7 @@ class CUDARunner(ModelRunner):
 
         Writes nothing.
         """
-        if not self._on_gpu or not self._fused:
+        if not self._on_gpu or not self._captures:
             return
         pages, long = np.zeros(80, np.int32), 641
 
@@ -262,7 +269,7 @@ class CUDARunner(ModelRunner):
     ) -> Tensor:
         """The normed hidden states [>= T, hidden] of a step; `embeds` in place of token ids."""
         rows, count = layout.rows, layout.rows.shape[1]
-        captured = self._on_gpu and self._fused and count <= BUCKETS[-1] and not extra
+        captured = self._on_gpu and self._captures and count <= BUCKETS[-1] and not extra
         bucket = count
         if captured:
             bucket = next(b for b in self._buckets if b >= count)
@@ -295,7 +302,10 @@ class CUDARunner(ModelRunner):
         if embeds is not None:
             self._embeds[:count] = embeds
         if shape not in self._graphs:
-            self._graphs[shape] = self._capture(shape)
+            made = self._capture(shape)
+            if made is None:
+                return self._compute(shape, self._embeds[:bucket] if shape.embedded else None)
+            self._graphs[shape] = made
         graph, hidden = self._graphs[shape]
         graph.replay()
         return hidden
@@ -337,13 +347,21 @@ class CUDARunner(ModelRunner):
         staged = tables.pin_memory() if self._on_gpu else tables
         self._work[: len(array)].copy_(staged, non_blocking=True)
 
-    def _capture(self, shape: Shape) -> tuple[Any, Tensor]:
+    def _capture(self, shape: Shape) -> tuple[Any, Tensor] | None:
+        """None, and never again, where transformers' own layers do what cannot be captured."""
         embeds = self._embeds[: shape.rows] if shape.embedded else None
         self._compute(shape, embeds)  # compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            hidden = self._compute(shape, embeds)
+        try:
+            with torch.cuda.graph(graph, pool=self._memory):
+                hidden = self._compute(shape, embeds)
+        except RuntimeError:
+            if self._fused:
+                raise
+            logger.warning("steps of this model cannot be captured", exc_info=True)
+            self._captures = False
+            return None
         return graph, hidden
 
     def _compute(

@@ -103,7 +103,8 @@ def assert_reads(reader: work.Reader, group: QueryGroup, b: int, table: torch.Te
     assert reader.matrix.tolist() == reads.tolist()
     for lo, hi, visual_lo, visual_hi in reader.matrix.T.tolist():
         for index in range(lo, hi):
-            assert reader.pages[index // PAGE] == group.pages[b, index // PAGE]
+            page = index // PAGE
+            assert reader.pages[page - reader.first_page] == group.pages[b, page]
         found = [seen(reader, v, table) for v in range(visual_lo, visual_hi)]
         assert found == [planned(group, b, v) for v in range(visual_lo, visual_hi)]
 
@@ -193,3 +194,15 @@ def test_an_image_alone_may_have_positions_of_its_own() -> None:
     local = [[0, 0, 0], [0, 1, 1], [4, 4, 5]]
     layout = CUDALayout(Planner(GROUPS[0], TABLE, PAGE, axes=3))
     assert layout.image(b"", [[1]], 3, positions=local).rows[1:4].tolist() == local
+
+
+def test_pages_that_a_window_has_passed_are_not_sent() -> None:
+    seq = Sequence(Request("x", (TextSegment(tuple(range(40))),), SamplingParams()))
+    seq.tables = [list(range(10))]
+    layout = CUDALayout(Planner(GROUPS[1], TABLE, PAGE))
+    for chunk, first, pages in (
+        (Chunk(seq, 39, 1, True), 8, [8, 9]),
+        (Chunk(seq, 30, 4, True), 6, [6, 7, 8]),
+    ):
+        (reader,) = layout.step([chunk]).readers[0]
+        assert (reader.first_page, reader.pages.tolist()) == (first, pages)

@@ -23,6 +23,7 @@ from tests.kernels.scene import Row, Scene, Shape, angles, scenes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAR = 1_000_003
+HALVES = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()  # interpreted, it is wrong
 
 # What nobody reads is loud; on a device an exponential that is too large says nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
@@ -138,6 +139,14 @@ def test_a_window_may_begin_anywhere(lo: int) -> None:
     single = [Row(n, reads=((min(lo, n), n, 0, 0),)) for n in (1, 31, 32, 33, 66, 97)]
     sliding = Row(80, reads=tuple((min(lo + i, 80), min(65 + i, 80), 0, 0) for i in range(20)))
     assert_right(Scene(Shape(kv_heads=1, group=2, dim=6), [(1, single), (20, [sliding])]))
+
+
+def test_pages_before_a_window_need_not_be_there() -> None:
+    single = Row(90, reads=((70, 90, 0, 0),))
+    sliding = Row(90, reads=tuple((70 + i, 80 + i, 0, 0) for i in range(9)))
+    scene = Scene(Shape(kv_heads=1, group=2, dim=6), [(1, [single]), (9, [sliding])])
+    cut = [r._replace(pages=r.pages[4:], first_page=4) for r in readers(scene)]
+    torch.testing.assert_close(attend(scene, cut).double(), scene.expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [255, 256, 257, 700])
@@ -267,6 +276,41 @@ def test_what_single_queries_read_of_images_is_kept_until_it_changes() -> None:
         return again
 
     assert built(5, 0) != built(6, 0) != built(6, 1) != built(7, 1)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_is_close(dtype: torch.dtype) -> None:
+    row = Row(70, ((5, 20), (9, 3)), reads=tuple((i, 60 + i, i, 23) for i in range(10)))
+    shape = Shape(kv_heads=1, group=4, dim=64, softcap=30.0, learned=True)
+    scene = Scene(shape, [(1, [Row(300, ((3, 40),))]), (10, [row])])
+    out = attend(scene, readers(scene), dtype=dtype).double()
+    error = (out - scene.expected).norm() / scene.expected.norm()
+    assert float(error) < 1e-2
+
+
+WIDE = [
+    *(Shape(8, 1, 64), Shape(2, 7, 80), Shape(4, 4, 96), Shape(1, 8, 112)),
+    *(Shape(8, 4, 128), Shape(1, 40, 160), Shape(2, 5, 192), Shape(2, 2, 256)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wide heads and long contexts")
+@pytest.mark.parametrize("shape", WIDE)
+@pytest.mark.parametrize("in_context", [False, True])
+def test_wide_heads(shape: Shape, in_context: bool) -> None:
+    images = ((0, 576), (40, 64), (900, 33))
+    sliding = tuple((max(i - 200, 0), 901 + i, min(i, 600), 673) for i in range(99))
+    groups = [
+        (1, [Row(n, images) for n in (1, 15, 16, 17, 999)] + [Row(5000)]),
+        (99, [Row(1000, images), Row(1000, images, reads=sliding)]),
+    ]
+    softcap = 20.0 if in_context else None
+    scene = Scene(replace(shape, in_context=in_context, softcap=softcap, learned=True), groups)
+    for dtype, bound in ((torch.float32, 1e-3), (torch.float16, 1e-2), (torch.bfloat16, 1e-2)):
+        for long in (False, True):
+            out = attend(scene, readers(scene), dtype=dtype, long=long, programs=132).double()
+            assert float((out - scene.expected).norm() / scene.expected.norm()) < bound
 
 
 def test_programs_may_be_fewer_or_more_than_tasks() -> None:
