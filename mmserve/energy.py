@@ -36,11 +36,16 @@ class Part(enum.Enum):
 
 
 class Work(NamedTuple):
-    """Units of one part that a step computed, and for whom (None: for nobody in particular)."""
+    """Units of one part that a step computed, and for whom (None: for nobody in particular).
+
+    Of images that were computed also their visual tokens, and the numbers the tower was given.
+    """
 
     part: Part
     units: int
     request_id: str | None = None
+    visual_tokens: int = 0
+    pixel_values: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,18 @@ class Weights:
 
     A miss: (tower FLOPs + 2 P n) / 2 P for P decoder weights and n visual tokens. A hit: what the
     prompt's q text tokens spend reading it, 4 L H D n q / 2 P for L layers of H heads of D.
+    Where images differ in size, a miss is counted by what it is made of instead.
     """
 
-    image_miss: float
+    image_miss: float = 0.0
     image_hit: float = 0.0
+    visual_token: float = 0.0  # of a miss
+    pixel_value: float = 0.0
 
     def of(self, work: Work) -> float:
         if work.part is Part.IMAGE_MISS:
-            return work.units * self.image_miss
+            size = work.visual_tokens * self.visual_token + work.pixel_values * self.pixel_value
+            return work.units * self.image_miss + size
         if work.part is Part.IMAGE_HIT:
             return work.units * self.image_hit
         return float(work.units)

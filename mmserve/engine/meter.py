@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmserve.energy import Background, EnergyMeter, Part, Weights, Work, board_reader
 from mmserve.metrics import Metrics
 from mmserve.model.loader import LoadedModel
-from mmserve.model.weights import Loaded
+from mmserve.model.weights import Loaded, LoadedCheckpoint
+from mmserve.request import ImageInput
 from mmserve.scheduler.batch import Batch
 from mmserve.sequence import Sequence
 
@@ -31,11 +32,13 @@ def board_meter(loaded: Loaded, metrics: Metrics) -> EnergyMeter:
     reader = Background(counter) if counter else None
     return EnergyMeter(
         reader,
-        image_weights(loaded)
-        if reader and isinstance(loaded, LoadedModel)
-        else Weights(image_miss=1.0),
+        _weights(loaded) if reader else Weights(),
         on_spend=lambda part, joules: metrics.energy_joules[part.value].inc(joules),
     )
+
+
+def _weights(loaded: Loaded) -> Weights:
+    return image_weights(loaded) if isinstance(loaded, LoadedModel) else checkpoint_weights(loaded)
 
 
 def board_uuid(device: torch.device) -> str:
@@ -57,6 +60,24 @@ def image_weights(loaded: LoadedModel) -> Weights:
     )
 
 
+def checkpoint_weights(loaded: LoadedCheckpoint) -> Weights:
+    """Of a public checkpoint, whose images have many sizes: a visual token counts as any token, and
+    a patch as 2 FLOPs for each weight that is not the language model's. Nothing for hits."""
+    config = loaded.checkpoint.config
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        return Weights()
+    lm, language = loaded.lm, loaded.lm.get_decoder()
+    head = lm.get_output_embeddings()
+    others = {id(p) for part in (language, head) for p in part.parameters()}
+    tower = sum(p.numel() for p in lm.parameters() if id(p) not in others)
+    decoder = sum(p.numel() for p in language.layers.parameters())
+    side = vision.patch_size
+    rows, columns = side if isinstance(side, (list, tuple)) else (side, side)
+    values = 3 * rows * columns * getattr(vision, "temporal_patch_size", 1)
+    return Weights(visual_token=1.0, pixel_value=tower / (decoder * values))
+
+
 @torch.inference_mode()
 def image_flops(loaded: LoadedModel) -> int:
     """Of the vision path, one image, counted while a blank one passes through."""
@@ -70,13 +91,16 @@ def image_flops(loaded: LoadedModel) -> int:
 
 def step_work(batch: Batch) -> list[Work]:
     """A launched step's tokens and images. An image is charged to the first that waits for it;
-    what was computed for a request that has ended, to nobody."""
+    what was computed for a request that has ended, to nobody. Of an image in two pieces the head
+    counts as the image, and the tail brings what the tower was given: it is what is new where the
+    tower has not seen the image before."""
     work = []
     for chunk in batch.chunks:
         seq, ends = chunk.seq, chunk.start + chunk.count
         decodes = chunk.count == 1 and ends > seq.num_prompt_tokens
         if chunk.images:
-            work.append(Work(Part.IMAGE_MISS, len(chunk.images), _payer(seq)))
+            images = [context.placed.image for context in chunk.images]
+            work.append(_missed(len(images), images, _payer(seq)))
         if not chunk.count:
             continue
         work.append(Work(Part.DECODE if decodes else Part.PROMPT, chunk.count, _payer(seq)))
@@ -84,8 +108,20 @@ def step_work(batch: Batch) -> list[Work]:
             work.append(Work(Part.IMAGE_HIT, hits, _payer(seq)))
     for job in batch.images:
         waiting = (_payer(c.seq) for c in batch.chunks if _shows(c.seq, job.key))
-        work.append(Work(Part.IMAGE_MISS, 1, next(waiting, None)))
+        work.append(_missed(int(job.image.part_of is None), [job.image], next(waiting, None)))
     return work
+
+
+def _missed(count: int, images: list[ImageInput], request_id: str | None) -> Work:
+    tokens = sum(image.num_tokens for image in images)
+    return Work(Part.IMAGE_MISS, count, request_id, tokens, sum(map(_pixel_values, images)))
+
+
+def _pixel_values(image: ImageInput) -> int:
+    """Numbers the tower was given; 0 where it had seen the image, or another piece counts them."""
+    is_head = image.part_of is not None and image.span == 0
+    inputs = None if is_head else image.inputs
+    return int(inputs["pixel_values"].numel()) if inputs else 0
 
 
 def _payer(seq: Sequence) -> str | None:
@@ -93,7 +129,7 @@ def _payer(seq: Sequence) -> str | None:
 
 
 def _found(seq: Sequence) -> int:
-    return sum(p.key not in seq.missing_images for p in seq.images)
+    return sum(seq.images_found)
 
 
 def _shows(seq: Sequence, key: bytes) -> bool:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
-from mmserve.energy import Part, Work
+from mmserve.config import ModelConfig
+from mmserve.energy import Part, Weights, Work
 from mmserve.engine.engine import Engine
-from mmserve.engine.meter import QUESTION, board_meter, image_flops, image_weights, step_work
+from mmserve.engine.meter import (
+    QUESTION,
+    board_meter,
+    checkpoint_weights,
+    image_flops,
+    image_weights,
+    step_work,
+)
 from mmserve.metrics import Metrics
+from mmserve.model.weights import LoadedCheckpoint, load
 from mmserve.request import ImageInput, ImageSegment, Request, SamplingParams
-from mmserve.scheduler.batch import Batch, Chunk, ContextImage
+from mmserve.scheduler.batch import Batch, Chunk, ContextImage, ImageJob
 from mmserve.sequence import Sequence
 from tests.engine.driver import Driver, picture, words
 from tests.engine.tiny import (
@@ -24,6 +35,7 @@ from tests.engine.tiny import (
     tiny_config,
     tiny_model,
 )
+from tests.model import families
 
 
 def watched(engine: Engine) -> list[Work]:
@@ -61,15 +73,51 @@ def test_every_token_and_image_is_charged_once_to_who_asked() -> None:
 
 
 def test_an_image_computed_in_its_context_is_charged_with_its_chunk() -> None:
-    image = ImageInput(bytes(32), b"", 6)
+    image = ImageInput(bytes(32), b"", 6, inputs={"pixel_values": torch.zeros(4, 18)})
     segments = (words(1, 5), ImageSegment(image), words(2, 4))
     seq = Sequence(Request("a", segments, SamplingParams()), in_context=True)
     seq.missing_images = frozenset(p.key for p in seq.images)
     context = ContextImage(seq.images[0], (True,))
     alone = Batch([Chunk(seq, 5, 0, False, (context,))])
-    assert step_work(alone) == [Work(Part.IMAGE_MISS, 1, "a")]
+    miss = Work(Part.IMAGE_MISS, 1, "a", visual_tokens=6, pixel_values=72)
+    assert step_work(alone) == [miss]
     within = Batch([Chunk(seq, 0, 9, True, (context,))])
-    assert step_work(within) == [Work(Part.IMAGE_MISS, 1, "a"), Work(Part.PROMPT, 9, "a")]
+    assert step_work(within) == [miss, Work(Part.PROMPT, 9, "a")]
+
+
+def test_the_head_of_an_image_counts_as_it_and_the_tail_brings_the_tower_s_work() -> None:
+    image = ImageInput(bytes(32), b"", 20, inputs={"pixel_values": torch.zeros(4, 18)})
+    segments = (words(1, 5), ImageSegment(image), words(2, 4))
+    seq = Sequence(Request("a", segments, SamplingParams()), in_context=True, head=16)
+    head, tail = seq.images
+    seq.missing_images = frozenset({head.key, tail.key})
+    chunk = Chunk(seq, 0, 9, True, (ContextImage(head, (True,)),))
+    assert step_work(Batch([chunk], [ImageJob(tail.image, tail.key, [[0]])])) == [
+        Work(Part.IMAGE_MISS, 1, "a", visual_tokens=16),
+        Work(Part.PROMPT, 9, "a"),
+        Work(Part.IMAGE_MISS, 0, "a", visual_tokens=4, pixel_values=72),
+    ]
+
+
+def test_a_checkpoint_s_image_weighs_its_tokens_and_its_patches(tmp_path: Path) -> None:
+    model = ModelConfig(model=str(families.build("qwen2_5_vl", tmp_path)), device="cpu")
+    loaded = load(model)
+    assert isinstance(loaded, LoadedCheckpoint)
+    weights = checkpoint_weights(loaded)
+    parts = loaded.lm.model
+    tower, layers = (
+        sum(p.numel() for p in part.parameters())
+        for part in (parts.visual, parts.language_model.layers)
+    )
+    patch = 3 * 7 * 7 * 2  # two frames
+    miss = Work(Part.IMAGE_MISS, 1, "a", visual_tokens=36, pixel_values=144 * patch)
+    assert weights.of(miss) == pytest.approx(36 + 144 * tower / layers)
+
+
+def test_a_checkpoint_without_images_has_nothing_to_weigh(tmp_path: Path) -> None:
+    loaded = load(ModelConfig(model=str(families.build("qwen2", tmp_path)), device="cpu"))
+    assert isinstance(loaded, LoadedCheckpoint)
+    assert checkpoint_weights(loaded) == Weights()
 
 
 def test_an_image_weighs_its_tokens_its_tower_and_what_reads_it() -> None:
