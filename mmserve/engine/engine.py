@@ -187,10 +187,9 @@ class Engine:
         self._count_images(sum(len(chunk.images) for chunk in batch.chunks))
         for chunk in batch.chunks:
             self.scheduler.advance(chunk)
-            live = self._live[chunk.seq.id]
-            live.clock.schedule(started)
-            if chunk.seq.request.prefill_only and chunk.start + chunk.count == chunk.seq.num_tokens:
-                self._finish(live, FinishReason.STOP)
+            self._live[chunk.seq.id].clock.schedule(started)
+        for seq in self.scheduler.ended_prefills():
+            self._finish(self._live[seq.id], FinishReason.STOP)
         if logits is None:
             return Flight(batch, [], Drawn.nothing(self.runner.device), started)
         rows = [self._live[chunk.seq.id] for chunk in logits.chunks]

@@ -11,7 +11,8 @@ start, in all groups, so two sequences never wait for each other.
 
 The law of a window's pool, then: a sequence that computes `count` text tokens in a step has at most
 pages(window - 1) + pages(count) + 1 text pages there, and of the images before its first row those
-that reach into the window of that page border, each in whole pages.
+that reach into the window of that page border, each in whole pages. (A prompt whose rows all see
+each other is held until it is computed.)
 """
 
 from __future__ import annotations
@@ -228,8 +229,10 @@ class Holdings:
     def pass_by(self, seq: Seq) -> bool:
         """Give back what neither a row still to be computed reads nor one from the last page border
         of known tokens; whether there was anything."""
-        known = seq.num_computed_tokens - seq.num_pending
+        known = min(seq.num_computed_tokens, seq.num_tokens - seq.num_pending)
         row = self._next_row(seq, known - known % self.page_size)
+        if _sees_all(seq, sum(row)):
+            row = self._next_row(seq, known)
         gave = False
         for g, window in self._windows:
             table = seq.tables[g]

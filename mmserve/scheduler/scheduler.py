@@ -242,11 +242,9 @@ class Scheduler:
             end = min(len(seq.token_ids), start + self._budget)
             if end - start > self.holdings.sure_step:
                 end = start + self.holdings.longest_step(start, end - start)
-            if alone := [placed for placed in lacking if not placed.in_context]:
-                end = min(end, self._encode(batch, seq, alone))
-            if len(alone) < len(lacking):
-                here = [placed for placed in lacking if placed.in_context]
-                end, images = self._in_context(batch, seq, here, end)
+            if lacking:
+                lacking = self._encode(batch, seq, lacking)
+                end, images = self._in_context(batch, seq, lacking, end)
         if (end <= start and not images) or not self._ensure_pages(batch, seq, end):
             return
         whole = start < end == len(seq.token_ids)
@@ -255,38 +253,43 @@ class Scheduler:
         batch.chunks.append(chunk)
         self._budget -= chunk.num_rows
 
-    def _encode(self, batch: Batch, seq: Sequence, lacking: list[PlacedImage]) -> int:
-        """Have missing images encoded; where the text ends whose images are all there by then."""
+    def _encode(self, batch: Batch, seq: Sequence, lacking: list[PlacedImage]) -> list[PlacedImage]:
+        """Have images encoded that need no context; what is then left of the lacking ones."""
         scheduled = {job.key for job in batch.images}
+        left = []
         for placed in lacking:
-            if placed.key in scheduled:
-                continue
-            if len(batch.images) >= self.config.max_images_per_step:
-                return min(placed.text_index, seq.num_tokens)
-            assert placed.pages is not None
-            regime = seq.course.regime
-            batch.images.append(ImageJob(placed.image, placed.key, list(placed.pages), regime))
-            scheduled.add(placed.key)
-        return seq.num_tokens
+            if placed.in_context:
+                left.append(placed)
+            elif placed.key not in scheduled:
+                if len(batch.images) >= self.config.max_images_per_step:
+                    return [*left, placed]
+                assert placed.pages is not None
+                regime, pages = seq.course.regime, list(placed.pages)
+                batch.images.append(ImageJob(placed.image, placed.key, pages, regime))
+                scheduled.add(placed.key)
+        return left
 
     def _in_context(
         self, batch: Batch, seq: Sequence, lacking: list[PlacedImage], end: int
     ) -> tuple[int, list[ContextImage]]:
         """The images to compute, with the text between them; where this step's text ends, `end` at
-        most. An image waits while another sequence computes it."""
+        most: before an image that is still to be encoded, or that another sequence computes."""
         at, room = seq.num_computed_tokens, self._budget
         images: list[ContextImage] = []
         computed = _computed(batch)
         for placed in lacking:
-            # One behind all text is computed with the token that is the first to look at it.
-            if placed.text_index == seq.num_tokens:
+            # One behind all text is computed with the token that is the first to look at it; by a
+            # prefill, which has none, at once.
+            if placed.text_index == seq.num_tokens and not seq.request.prefill_only:
                 break
             gap = max(placed.text_index - at, 0)
             if at + gap > end or gap > room:
                 break
             at, room = at + gap, room - gap
+            if not placed.in_context or placed.key in computed:
+                return at, images
             first = at == seq.num_computed_tokens and not images and _only_decodes(batch)
-            if placed.key in computed or (placed.image.num_tokens > room and not first):
+            if placed.image.num_tokens > room and not first:
                 return at, images
             images.append(ContextImage(placed, self.holdings.writes(placed)))
             room -= placed.image.num_tokens
@@ -358,6 +361,17 @@ class Scheduler:
             self._changes += self.holdings.cache_prefix(seq)
         if has_windows:
             self._changes += self.holdings.pass_by(seq)
+
+    def ended_prefills(self) -> list[Sequence]:
+        """Prefills without output that have nothing left to compute."""
+        found = []
+        for seq in reversed(self.running):
+            if not seq.request.prefill_only:
+                break
+            start = seq.num_computed_tokens
+            if start == seq.num_tokens and not self.holdings.lacking(seq, start):
+                found.append(seq)
+        return found
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out of either queue and give back everything it holds."""

@@ -2,8 +2,9 @@
 
 A text slot holds a hash of every key up to its token, a vision page the key of its image. Owns who
 reads what, token by token: a row at place p among all tokens of its sequence, text and visual ones,
-reads [p + 1 - window, p] of them, an image that is encoded by itself only itself, and where a whole
-prompt sees itself a row of it all of the prompt. Slow, and written without a look at the scheduler.
+reads [p + 1 - window, p] of them, an image that is encoded by itself only itself, and where a
+prompt with images sees itself a row of it all of the prompt, past windows, too. Slow, and written
+without a look at the scheduler.
 """
 
 from __future__ import annotations
@@ -53,20 +54,23 @@ class Memory:
 
     def reads(self, seq: Sequence, rows: set[int], group: LayerGroup) -> set[int]:
         """Of the rows at these places: the places that they read."""
-        tokens = layout(seq)
-        prompt = len(layout(seq, seq.num_prompt_tokens))
+        tokens = [*layout(seq), seq.num_tokens]
+        prompt = seq.num_prompt_tokens + seq.num_image_tokens if seq.whole_prompt else 0
         found: set[int] = set()
         for row in rows:
-            first = 0 if group.window is None else max(row + 1 - group.window, 0)
-            end = prompt if seq.whole_prompt and row < prompt else row + 1
-            found.update(range(first, end))
+            if row < prompt and seq.images:
+                found.update(range(prompt))
+            else:
+                first = 0 if group.window is None else max(row + 1 - group.window, 0)
+                found.update(range(first, row + 1))
         kinds = {True: group.text, False: group.images}
         return {p for p in found if kinds[isinstance(tokens[p], int)]}
 
     def rows_to_come(self, seq: Sequence, start: int, ready: set[tuple[int, bytes]]) -> set[int]:
         """The places to be computed from text token `start` on, where these images, by group, are
-        there: all text from there, and every image that one of these rows reads in vain."""
-        tokens = layout(seq)
+        there: all text from there and one token more, and every image that one of these rows reads
+        in vain."""
+        tokens = [*layout(seq), seq.num_tokens]
         rows = {p for p, t in enumerate(tokens) if isinstance(t, int)}
         rows = {p for p in rows if tokens[p] >= start}  # type: ignore[operator]
         while True:
@@ -74,10 +78,12 @@ class Memory:
                 id(tokens[p])
                 for g, group in enumerate(self.groups)
                 for p in self.reads(seq, rows, group)
-                if isinstance(placed := tokens[p], PlacedImage) and (g, placed.key) not in ready
+                if isinstance(placed := tokens[p], PlacedImage)
+                and placed.in_context
+                and (g, placed.key) not in ready
             }
             more = {p for p, token in enumerate(tokens) if id(token) in lacking}
-            if not seq.in_context or more <= rows:
+            if more <= rows:
                 return rows
             rows |= more
 

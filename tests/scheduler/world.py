@@ -49,6 +49,11 @@ def prompt(*parts: int | ImageInput, base: int = 0) -> tuple[Segment, ...]:
 
 
 FULL = LayerGroup((0,))
+SELF, CROSS = LayerGroup((0,), images=False), LayerGroup((1,), text=False)
+
+
+def window(size: int) -> LayerGroup:
+    return LayerGroup((1,), window=size)
 
 
 @dataclass
@@ -65,6 +70,7 @@ class World:
     groups: tuple[LayerGroup, ...] = (FULL,)
     in_context: bool = False
     whole_prompts: bool = False
+    head: int | None = None  # of an image: tokens that are computed in context
 
     def __post_init__(self) -> None:
         self.text = [PagePool(self.text_pages if g.text else 1) for g in self.groups]
@@ -84,6 +90,7 @@ class World:
             max_model_len=self.max_model_len,
             in_context=self.in_context,
             whole_prompts=self.whole_prompts,
+            head=self.head,
         )
         self.memory = Memory(self.groups)
         self.live: list[Sequence] = []
@@ -96,7 +103,12 @@ class World:
         self._arrival = 0
 
     def sequence(self, request: Request) -> Sequence:
-        return Sequence(request, in_context=self.in_context, whole_prompt=self.whole_prompts)
+        return Sequence(
+            request,
+            in_context=self.in_context,
+            whole_prompt=self.whole_prompts,
+            head=self.head,
+        )
 
     def submit(
         self, segments: tuple[Segment, ...], max_tokens: int = 3, *, prefill_only: bool = False
@@ -141,8 +153,10 @@ class World:
             if chunk.samples:
                 seq.append_pending(len(self.flight))
                 self.flight.append((seq, chosen[seq]))
-            elif self._complete(seq):
-                self._end(seq)
+        for seq in self.scheduler.ended_prefills():
+            assert seq.request.prefill_only and seq.num_computed_tokens == seq.num_tokens
+            assert len(self._rows_to_come(seq, seq.num_tokens)) == 1, "it ends without an image"
+            self._end(seq)
         self.check()
         self._land(before)
         if not self.overlaps:
@@ -175,13 +189,10 @@ class World:
     def check(self) -> None:
         """The books of all pools, and that every sequence holds all that it will read."""
         self.scheduler.check_invariants()
-        ready = {
-            (g, key) for g, v in enumerate(self.vision) for key in v._entries if v.is_ready(key)
-        }
         held: list[dict[bytes, int]] = [{} for _ in self.groups]
         for seq in self.scheduler.running:
-            rows = self.memory.rows_to_come(seq, seq.num_computed_tokens, ready)
-            tokens = layout(seq)
+            rows = self._rows_to_come(seq, seq.num_computed_tokens)
+            tokens = [*layout(seq), seq.num_tokens]
             for g, group in enumerate(self.groups):
                 reads = {id(t): t for t in (tokens[p] for p in self.memory.reads(seq, rows, group))}
                 for token in reads.values():
@@ -230,8 +241,6 @@ class World:
         return [g for g, group in enumerate(self.groups) if group.text]
 
     def _complete(self, seq: Sequence) -> bool:
-        if seq.request.prefill_only:
-            return seq.num_computed_tokens == seq.num_tokens
         return seq.num_output_tokens == seq.request.params.max_tokens
 
     def _encode(self, key: bytes, pages: list[list[int]]) -> None:
@@ -321,7 +330,10 @@ class World:
                 assert writes == (bool(pages) and not ready), "an image is written in vain"
 
     def _check_windows(self, chunk: Chunk) -> None:
-        """The law of windows: what they hold has a bound that no length enters."""
+        """The law of windows: what they hold has a bound that no length enters, but that of a
+        prompt whose rows see all of it."""
+        if self.whole_prompts and chunk.start < chunk.seq.num_prompt_tokens:
+            return
         for g, group in enumerate(self.groups):
             if group.window is not None:
                 pages = sum(page >= 0 for page in chunk.seq.tables[g])
@@ -330,12 +342,11 @@ class World:
 
     def _check_what_is_kept(self, seq: Sequence) -> None:
         """No window keeps what is not read from the last page border on, to the page and image."""
-        known = seq.num_computed_tokens - seq.num_pending
+        known = min(seq.num_computed_tokens, seq.num_tokens - seq.num_pending)
         start = known - known % PAGE
-        ready = {
-            (g, p.key) for g, v in enumerate(self.vision) for p in seq.images if v.is_ready(p.key)
-        }
-        rows = self.memory.rows_to_come(seq, start, ready) or {len(layout(seq))}
+        if self.whole_prompts and seq.images and start < seq.num_prompt_tokens:
+            start = known
+        rows = self._rows_to_come(seq, start)
         for g, group in enumerate(self.groups):
             if group.window is None:
                 continue
@@ -346,9 +357,14 @@ class World:
             assert held == list(range(begin // PAGE, len(seq.tables[g]))) or not group.text
             for placed in seq.images:
                 assert placed.pages is not None
-                waits = not self.in_context and any(self.scheduler.holdings.writes(placed))
+                waits = not placed.in_context and any(self.scheduler.holdings.writes(placed))
                 kept = placed.end > first or waits
                 assert bool(placed.pages[g]) == (group.images and kept)
+
+    def _rows_to_come(self, seq: Sequence, start: int) -> set[int]:
+        keys = {p.key for p in seq.images}
+        ready = {(g, k) for g, v in enumerate(self.vision) for k in keys if v.is_ready(k)}
+        return self.memory.rows_to_come(seq, start, ready)
 
     @property
     def _image_groups(self) -> list[int]:
