@@ -92,7 +92,8 @@ class CUDARunner(ModelRunner):
         self._fused = all(CUDALayer.fits(layer) for layer in layers) and self._turns_whole_heads()
         if self._sliced and not self._fused:
             raise ValueError("deterministic needs Llama-style layers")
-        if self._sliced and self.in_context and hasattr(self.adapter.model.config, "vision_config"):
+        shows = not self.stock or hasattr(self.adapter.model.config, "vision_config")
+        if self._sliced and self.in_context and shows:
             raise ValueError("deterministic needs images that are computed by themselves")
         # What cross attention is told of a step is no part of the tables.
         self._captures = self._fused or self.adapter.cross is None

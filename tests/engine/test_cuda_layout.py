@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from mmserve.engine.plan import Planner, StepInput
 from mmserve.kernels import work
 from mmserve.kernels.reference import QueryGroup, rope_table, vision_slot
 from mmserve.model.adapter import Sight
+from mmserve.model.rope import Block
+from mmserve.regimes import ONE, Regimes
 from mmserve.request import (
     ImageInput,
     ImageSegment,
@@ -49,22 +52,31 @@ class Ids:
 
 
 @st.composite
-def sequences(draw: st.DrawFn, ids: Ids, groups: tuple[LayerGroup, ...], axes: int) -> Sequence:
+def sequences(
+    draw: st.DrawFn,
+    ids: Ids,
+    groups: tuple[LayerGroup, ...],
+    axes: int,
+    regimes: Regimes = ONE,
+) -> Sequence:
+    """Its images by themselves, in their context, or their heads in their context."""
     segments: list[Segment] = []
     for n in range(draw(st.integers(0, 4))):
         if count := draw(st.integers(0, 5)):
             segments.append(TextSegment(tuple(range(10 * n, 10 * n + count))))
         tokens = draw(st.integers(1, 9))
-        local = None if axes < 2 else [[0] * tokens, list(range(tokens)), [1] * tokens]
+        local = None if axes < 2 else np.array([[0] * tokens, range(tokens), [1] * tokens])
         fields: dict[str, Any] = {"positions": local, "span": None if axes < 2 else 2}
         fields["token_ids"] = tuple(range(100, 100 + tokens))
         segments.append(ImageSegment(ImageInput(bytes([n]) * 32, b"", tokens, **fields)))
     segments.append(TextSegment(tuple(range(60, 60 + draw(st.integers(1, 9))))))
     in_context = groups is not CROSSED and draw(st.booleans())
-    seq = Sequence(Request("x", tuple(segments), SamplingParams()), in_context=in_context)
+    head = draw(st.sampled_from([None, PAGE])) if in_context else None
+    request = Request("x", tuple(segments), SamplingParams())
+    seq = Sequence(request, in_context=in_context, head=head, regimes=regimes)
     seq.tables = [ids.take(seq.num_tokens + 9) if group.text else [] for group in groups]
     for placed in seq.images:
-        placed.pages = [ids.take(placed.image.num_tokens) for _ in groups]
+        placed.pages = [ids.take(placed.num_stored) for _ in groups]
     return seq
 
 
@@ -76,7 +88,7 @@ def chunks(draw: st.DrawFn, seq: Sequence, groups: tuple[LayerGroup, ...]) -> Ch
     contexts = tuple(
         ContextImage(placed, tuple(draw(st.booleans()) for _ in groups))
         for placed in seq.images
-        if seq.in_context and start <= placed.text_index < end and draw(st.booleans())
+        if placed.in_context and start <= placed.text_index < end and draw(st.booleans())
     )
     return Chunk(seq, start, end - start, True, contexts)
 
@@ -86,10 +98,13 @@ def assert_same(layout: Layout, step: StepInput, planner: Planner) -> None:
     rows = torch.from_numpy(layout.rows).long()
     assert torch.equal(rows[0], step.token_ids)
     assert torch.equal(rows[1 : 1 + axes], step.positions.view(axes, -1))
+    if len(rows) > 1 + axes + len(step.plans):
+        regimes = step.token_ids * 0 if step.regimes is None else step.regimes
+        assert torch.equal(rows[1 + axes], regimes)
     assert layout.last == step.last.tolist()
     assert layout.images == step.images
     for number, plan in enumerate(step.plans):
-        assert torch.equal(rows[1 + axes + number], plan.slots)
+        assert torch.equal(rows[number - len(step.plans)], plan.slots)
         readers = iter(layout.readers[number])
         for group in plan.groups:
             for b in range(group.num_seqs):
@@ -141,11 +156,14 @@ def test_a_step_is_laid_out_as_planned(data: st.DataObject) -> None:
     sight = data.draw(
         st.sampled_from([Sight(), Sight(whole_images=True), Sight(whole_prompt=True)])
     )
-    planner, ids = Planner(groups, TABLE, PAGE, sight=sight, axes=axes), Ids()
+    regimes = data.draw(st.sampled_from([ONE, Regimes(9), Regimes(9, whole=False)]))
+    blocks = (Block(), Block(120, 70)) if regimes is not ONE and not axes else (Block(),)
+    planner = Planner(groups, TABLE, PAGE, sight=sight, axes=axes, blocks=blocks)
+    layout, ids = CUDALayout(planner, scaled=regimes is not ONE and axes > 0), Ids()
     count = data.draw(st.integers(1, 4))
-    seqs = [data.draw(sequences(ids, groups, axes)) for _ in range(count)]
+    seqs = [data.draw(sequences(ids, groups, axes, regimes)) for _ in range(count)]
     some = sorted((data.draw(chunks(seq, groups)) for seq in seqs), key=lambda c: c.num_rows > 1)
-    assert_same(CUDALayout(planner).step(some), planner.step(some), planner)
+    assert_same(layout.step(some), planner.step(some), planner)
 
 
 @given(st.data())

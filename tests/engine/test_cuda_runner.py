@@ -39,9 +39,10 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     return make_driver()
 
 
-def make_driver(*, deterministic: bool = False, budget: int = 40) -> Driver:
+def make_driver(*, budget: int = 40, **options: Any) -> Driver:
+    """`options`: of the model."""
     model, config = tiny_model(), tiny_config(max_num_batched_tokens=budget)
-    config = replace(config, model=replace(config.model, deterministic=deterministic))
+    config = replace(config, model=replace(config.model, **options))
     if torch.cuda.is_available():
         model.device = torch.device("cuda")
         model.lm.to("cuda"), model.vision.to("cuda")
@@ -80,6 +81,28 @@ def test_a_known_image_is_not_computed_again(driver: Driver) -> None:
     driver.run()
     assert driver.engine.metrics.vision_encoder_runs.collect() == runs
     assert driver.tokens(first) == driver.tokens(again)
+
+
+def test_an_image_may_be_computed_in_its_context_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head is; its tail is read from where it stands by itself."""
+    monkeypatch.setattr("mmserve.engine.cuda_runner.CUDALayer.fits", lambda layer: False)
+    answers = []
+    for build in (on_the_plain_runner, on_the_gpus_runner):
+        monkeypatch.setattr(engine_module, "build_runner", build)
+        driver = make_driver(vision_mode="blend", blend_tokens=16)
+        ids = [driver.submit(segments, BRIEF) for segments in mixes(driver)[1:3]]
+        driver.run()
+        answers.append([torch.stack(driver.logits[i]).cpu() for i in ids])
+    for expected, logits in zip(*answers, strict=True):
+        torch.testing.assert_close(logits[: len(expected)], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_deterministic_is_refused_where_images_see_their_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "build_runner", on_the_gpus_runner)
+    with pytest.raises(ValueError, match="by themselves"):
+        make_driver(deterministic=True, vision_mode="prefix")
 
 
 def on_the_plain_runner(loaded: Any, config: EngineConfig) -> ModelRunner:
