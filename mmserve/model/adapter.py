@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmserve.cache.layer_group import LayerGroup
-from mmserve.model import attention, rope
+from mmserve.model import attention, rope, span_attention
 from mmserve.model.cross_attention import CrossAttention
 
 
@@ -83,6 +83,7 @@ class Adapter:
         self.rope, regimes = rope.install(self.decoder, self.config, rope_scaling)
         attention.register()
         self.config._attn_implementation = attention.NAME
+        span_attention.install(model)
         self.cross = CrossAttention.install(self.decoder)
         self.regimes = replace(regimes, turns_images=self.cross is None)
         self.layers = self._probe()
