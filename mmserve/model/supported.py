@@ -7,29 +7,39 @@ Owns names and words only; what a checkpoint needs is decided when it is opened.
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+WIDTH = 96  # of running text
 MODELS = Path(__file__).parent.parent / "configs" / "models"  # descriptions of native models
 
 # What a tiny random checkpoint of the family, built and saved by transformers, was compared in.
 CHECKS = {
     "prompt": "token ids of conversations with and without images, and the image tensors, equal "
     "those of transformers' own processor",
+    "tokens": "64 greedy tokens equal those of transformers' `generate` and their logits are "
+    "within 1e-3, in float32: alone, found in the prefix cache, in a batch, cut into chunks (24 "
+    "tokens), preempted, and over four windows",
 }
 NATIVE_CHECKED = "tested with its own weights, token by token against a dense forward pass"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Checkpoints of one architecture. `differs`: what of it the engine has to mind."""
+    """Checkpoints of one architecture. `differs`: what of it the engine has to mind; `modes`: how
+    its images may be served (`--vision-mode`), its own first."""
 
     name: str
     architecture: str  # as config.json names it
     example: str  # a published one, by its hub id
     differs: str
     tests: tuple[str, ...]  # names in tests/model/families.py
-    checked: tuple[str, ...] = ("prompt",)
+    modes: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ("prompt", "tokens")
+
+
+IN_CONTEXT = ("prefix", "blend")
 
 
 IMAGE_FAMILIES = (
@@ -39,6 +49,7 @@ IMAGE_FAMILIES = (
         "HuggingFaceM4/idefics2-8b",
         "Perceiver resampler; sliding window in every layer",
         ("idefics2",),
+        IN_CONTEXT,
     ),
     Family(
         "Idefics3",
@@ -46,6 +57,7 @@ IMAGE_FAMILIES = (
         "HuggingFaceM4/Idefics3-8B-Llama3",
         "tiles, with row and column tokens between them",
         ("idefics3",),
+        IN_CONTEXT,
     ),
     Family(
         "SmolVLM2",
@@ -53,6 +65,7 @@ IMAGE_FAMILIES = (
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
         "as Idefics3",
         ("smolvlm",),
+        IN_CONTEXT,
     ),
     Family(
         "LLaVA-1.5, Pixtral",
@@ -60,6 +73,7 @@ IMAGE_FAMILIES = (
         "llava-hf/llava-1.5-7b-hf",
         "one run of tokens; Pixtral's has a break token after each row",
         ("llava", "pixtral"),
+        IN_CONTEXT,
     ),
     Family(
         "LLaVA-OneVision",
@@ -67,6 +81,7 @@ IMAGE_FAMILIES = (
         "llava-hf/llava-onevision-qwen2-7b-ov-hf",
         "tiles only for the one image of a prompt: a second image changes the first one's tokens",
         ("llava_onevision",),
+        IN_CONTEXT,
     ),
     Family(
         "Qwen2.5-VL",
@@ -74,6 +89,7 @@ IMAGE_FAMILIES = (
         "Qwen/Qwen2.5-VL-7B-Instruct",
         "M-RoPE; any resolution; windows in the tower",
         ("qwen2_5_vl",),
+        IN_CONTEXT,
     ),
     Family(
         "Qwen3-VL",
@@ -81,6 +97,7 @@ IMAGE_FAMILIES = (
         "Qwen/Qwen3-VL-8B-Instruct",
         "M-RoPE, interleaved; tower features added to early text layers",
         ("qwen3_vl",),
+        IN_CONTEXT,
     ),
     Family(
         "Gemma 3",
@@ -88,6 +105,7 @@ IMAGE_FAMILIES = (
         "google/gemma-3-4b-it",
         "five sliding layers to one full; an image sees itself both ways",
         ("gemma3",),
+        ("prefix",),
     ),
     Family(
         "Mistral 3",
@@ -95,6 +113,7 @@ IMAGE_FAMILIES = (
         "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
         "any resolution, a break token after each row",
         ("mistral3",),
+        IN_CONTEXT,
     ),
     Family(
         "InternVL",
@@ -102,20 +121,24 @@ IMAGE_FAMILIES = (
         "OpenGVLab/InternVL3-8B-hf",
         "tiles and a thumbnail",
         ("internvl",),
+        IN_CONTEXT,
     ),
     Family(
         "PaliGemma 2",
         "PaliGemmaForConditionalGeneration",
         "google/paligemma2-3b-mix-224",
-        "the whole prompt sees itself both ways; no chat template: texts are joined",
+        "prompts see themselves whole, both ways; no chat template: texts are joined",
         ("paligemma2",),
+        ("prefix",),
     ),
     Family(
         "Llama 3.2 Vision",
         "MllamaForConditionalGeneration",
         "meta-llama/Llama-3.2-11B-Vision-Instruct",
-        "cross-attention: images are read beside the text",
+        "cross-attention: images are read beside the text; text before the first picture gets "
+        "nothing from it, as in Meta's published code (transformers lets it read every picture)",
         ("mllama",),
+        ("isolated",),
     ),
 )
 
@@ -185,10 +208,15 @@ def listing() -> str:
         width = max(len(f.name) for f in families)
         for family in families:
             about = f"{family.architecture}, e.g. {family.example}"
-            lines.append(f"  {family.name:{width}}  {about}  [{', '.join(family.checked)}]")
+            modes = f"  ({family.modes[0]} only)" if len(family.modes) == 1 else ""
+            lines.append(f"  {family.name:{width}}  {about}{modes}  [{', '.join(family.checked)}]")
     lines += ["", "Tested with tiny random checkpoints, not with published weights:"]
-    lines += [f"  [{name}] {text}" for name, text in CHECKS.items()]
+    for name, text in CHECKS.items():
+        lines += textwrap.wrap(f"  [{name}] {text}", WIDTH, subsequent_indent="    ")
     lines += [
+        "",
+        "Vision modes of checkpoints (--vision-mode) are prefix, which is exact, and blend, where",
+        "nothing else is said.",
         "",
         "Any other image-text-to-text or causal language model of transformers may be tried; what",
         "its processor does to prompts is compared with ours when it is loaded.",
@@ -198,10 +226,15 @@ def listing() -> str:
 
 def table(families: tuple[Family, ...]) -> str:
     """The rows of docs/models.md."""
-    rows = ["| Family | Architecture | For example | What is particular | Checked |"]
-    rows.append("| --- | --- | --- | --- | --- |")
+    titles = ["Family", "Architecture", "For example", "What is particular", "Modes", "Checked"]
+    rows = [titles, ["---"] * len(titles)]
     rows += [
-        f"| {f.name} | `{f.architecture}` | {f.example} | {f.differs} | {', '.join(f.checked)} |"
+        [
+            *(f.name, f"`{f.architecture}`", f.example, f.differs),
+            *(", ".join(f.modes), ", ".join(f.checked)),
+        ]
         for f in families
     ]
-    return "\n".join(rows)
+    if not any(f.modes for f in families):  # models of text only have none
+        rows = [row[:4] + row[5:] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.engine import Engine
+from mmserve.engine.vision_mode import vision_mode
+from mmserve.model.adapter import Adapter
+from mmserve.model.supported import IMAGE_FAMILIES, Family
 from mmserve.model.weights import LoadedCheckpoint, load
-from mmserve.request import ImageSegment, SamplingParams, Segment, TextSegment
+from mmserve.request import Constraint, ImageSegment, SamplingParams, Segment, TextSegment
 from tests.engine.driver import Driver, picture, words
 from tests.engine.tiny import tiny_config, tiny_model
 from tests.model import families
@@ -142,6 +146,16 @@ def test_head_and_tail_are_counted_as_one_image(folders: Path) -> None:
     assert usage.cached_image_tokens == counts[0] - 16
 
 
+@pytest.mark.parametrize("mode", ["prefix", "blend", "isolated"])
+def test_a_format_holds_in_every_mode(mode: str, folders: Path) -> None:
+    driver = serve(families.build("qwen2_5_vl", folders), mode, declared=mode == "isolated")
+    choice = Constraint("choice", '["a red circle", "something else"]')
+    params = SamplingParams(max_tokens=40, temperature=0.0, constraint=choice)
+    request = driver.submit(segments(driver, CASES[1]), params)
+    driver.run()
+    assert driver.text(request) in ("a red circle", "something else")
+
+
 @torch.no_grad()
 def dense(driver: Driver, model: Any, parts: tuple[Segment, ...]) -> Tensor:
     """The last token's logits, an image's tokens seeing it alone. Its keys are computed as if it
@@ -200,6 +214,23 @@ def test_a_mode_that_cannot_be_is_refused_in_a_sentence(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         serve(families.build(name, folders), mode, head=head)
+
+
+def allowed(name: str, folders: Path) -> list[str]:
+    """What a checkpoint can be served in, the mode it was made for first."""
+    loaded = load(ModelConfig(model=str(families.build(name, folders)), device="cpu"))
+    adapter = Adapter(loaded.lm)
+    modes = []
+    for mode in ("auto", "isolated", "prefix", "blend"):
+        with suppress(ValueError):
+            modes.append(vision_mode(mode, adapter, stock=True, head=16, page_size=16).name)
+    return list(dict.fromkeys(modes))
+
+
+@pytest.mark.parametrize("family", IMAGE_FAMILIES, ids=lambda family: family.name)
+def test_a_family_s_modes_are_those_that_are_listed(family: Family, folders: Path) -> None:
+    for name in family.tests:
+        assert allowed(name, folders) == list(family.modes)
 
 
 def native(mode: str, budget: int = 512) -> Driver:
