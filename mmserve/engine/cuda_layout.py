@@ -257,6 +257,24 @@ class CUDALayout:
         return work.ImagePart(key, pages, placed.image.num_tokens, placed.visual_index, base)
 
 
+def slices(chunks: list[Chunk], size: int) -> list[list[Chunk]]:
+    """The same rows in steps of `size`, the last of what is left."""
+    assert not any(chunk.images for chunk in chunks), "an image in its context is never cut"
+    made: list[list[Chunk]] = [[]]
+    room = size
+    for chunk in chunks:
+        start, end = chunk.start, chunk.start + chunk.count
+        while start < end:
+            count = min(end - start, room)
+            samples = chunk.samples and start + count == end
+            made[-1].append(Chunk(chunk.seq, start, count, samples))
+            start, room = start + count, room - count
+            if not room:
+                made.append([])
+                room = size
+    return [part for part in made if part]
+
+
 def _reader(
     row: int,
     count: int,

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
 from mmserve.config import CacheConfig, ModelConfig, SchedulerConfig
-from mmserve.engine.cuda_layout import CUDALayout, Layout
+from mmserve.engine.cuda_layout import CUDALayout, Layout, slices
 from mmserve.engine.model_runner import Logits, ModelRunner
 from mmserve.engine.plan import StepInput
 from mmserve.engine.transfer import resolve_pending, send, upload
@@ -217,21 +217,8 @@ class CUDARunner(ModelRunner):
 
     def _run_sliced(self, chunks: list[Chunk]) -> Logits | None:
         """The same in steps of SLICE rows, one after another."""
-        assert not any(chunk.images for chunk in chunks), "an image in its context is never cut"
-        slices: list[list[Chunk]] = [[]]
-        room = SLICE
-        for chunk in chunks:
-            start, end = chunk.start, chunk.start + chunk.count
-            while start < end:
-                count = min(end - start, room)
-                samples = chunk.samples and start + count == end
-                slices[-1].append(Chunk(chunk.seq, start, count, samples))
-                start, room = start + count, room - count
-                if not room:
-                    slices.append([])
-                    room = SLICE
         values = []
-        for part in filter(None, slices):
+        for part in slices(chunks, SLICE):
             hidden, last = self._run_chunks(part)
             picked = [row for row, chunk in zip(last, part, strict=True) if chunk.samples]
             if picked:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmserve.cache.layer_group import LayerGroup
-from mmserve.engine.cuda_layout import CUDALayout, Layout
+from mmserve.engine.cuda_layout import CUDALayout, Layout, slices
 from mmserve.engine.plan import Planner, StepInput
 from mmserve.kernels import work
 from mmserve.kernels.reference import QueryGroup, rope_table, vision_slot
@@ -224,3 +224,15 @@ def test_pages_that_a_window_has_passed_are_not_sent() -> None:
     ):
         (reader,) = layout.step([chunk]).readers[0]
         assert (reader.first_page, reader.pages.tolist()) == (first, pages)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 7))
+def test_slices_are_full_but_for_the_last_and_only_a_chunks_end_samples(
+    counts: list[int], size: int
+) -> None:
+    seq = Sequence(Request("x", (TextSegment(tuple(range(9))),), SamplingParams()))
+    made = slices([Chunk(seq, 0, count, True) for count in counts], size)
+    rows = [sum(chunk.count for chunk in part) for part in made]
+    assert sum(rows) == sum(counts) and rows[:-1] == [size] * (len(rows) - 1)
+    ends = [chunk.start + chunk.count for part in made for chunk in part if chunk.samples]
+    assert ends == counts
