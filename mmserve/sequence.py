@@ -239,9 +239,13 @@ class Sequence:
     def enter(self, regime: int) -> None:
         """All is to be computed again, in another regime; nothing is held."""
         made, self.course.regime = self.token_ids[self.num_prompt_tokens :], regime
-        self.token_ids, self.images, self.keys = [], [], []
+        missing = [placed.key in self.missing_images for placed in self.images]
+        self.images, self.keys = [], []
+        self.token_ids.clear()  # others hold the list itself
         self._before_next = self._place(self.request)
         self.token_ids += made
+        places = zip(self.images, missing, strict=True)
+        self.missing_images = frozenset(placed.key for placed, new in places if new)
         for token in self.output_token_ids:
             self._append_key(token)
 

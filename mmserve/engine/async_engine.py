@@ -239,7 +239,7 @@ class AsyncEngine:
                 f"{len(self._generations)} requests are running or waiting; the limit is "
                 f"{limits.max_num_seqs + limits.max_waiting}."
             )
-        validate(params, engine.tokenizer.vocab_size)
+        validate(params, engine.vocab_size)
         request = Request(request_id, prompt.segments, params, prefill_only)
         engine.scheduler.check_admissible(request, prompt.num_text_tokens, prompt.num_image_tokens)
         assert request_id not in self._generations, "request ids are unique"

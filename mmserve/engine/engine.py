@@ -67,6 +67,8 @@ class Engine:
         )
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
         self.default_sampling = border.sampling
+        # Tokens that can be chosen, and can be spoken of.
+        self.vocab_size = min(self.tokenizer.vocab_size, self.runner.adapter.vocab_size)
         self.grammars = Grammars(self.tokenizer)
         # One flight is in the air between two steps. May be set at any time, to compare.
         self.overlaps = self.runner.overlaps
@@ -136,9 +138,11 @@ class Engine:
         holdings = self.scheduler.holdings
         if not holdings.is_reserved(job.key):
             return  # its last holder has just ended, with another image that failed
+        new = not self.runner.knows(job.image.digest)
         if self._try_image(job.key, lambda: self.runner.encode(job, self._pixels(job.image))):
             holdings.settle(job.key, written=True)
-            self._count_images(1)
+            self.metrics.vision_encoder_runs.inc(new)
+            self.metrics.vision_kv_writes.inc(job.image.part_of is None)
 
     def _pixels(self, image: ImageInput) -> Any:
         return None if self.runner.knows(image.digest) else self.pipeline.pixels(image)
@@ -146,11 +150,10 @@ class Engine:
     def _look(self, context: ContextImage) -> None:
         """Have an image's features ready for the chunk that computes it; failures as above."""
         placed, runner = context.placed, self.runner
-        if not runner.knows(placed.image.digest):
-            self._try_image(
-                placed.key,
-                lambda: runner.look(placed.image, self.pipeline.pixels(placed.image)),
-            )
+        if not runner.knows(placed.image.digest) and self._try_image(
+            placed.key, lambda: runner.look(placed.image, self.pipeline.pixels(placed.image))
+        ):
+            self.metrics.vision_encoder_runs.inc()
 
     def _try_image(self, key: bytes, work: Callable[[], None]) -> bool:
         """Work on an image, charged to whoever waits for it."""
@@ -184,7 +187,7 @@ class Engine:
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         previous = self._flight.drawn.tokens if self._flight else None
         logits = self.runner.run(batch, previous)
-        self._count_images(sum(len(chunk.images) for chunk in batch.chunks))
+        self.metrics.vision_kv_writes.inc(sum(len(chunk.images) for chunk in batch.chunks))
         for chunk in batch.chunks:
             self.scheduler.advance(chunk)
             self._live[chunk.seq.id].clock.schedule(started)
@@ -234,11 +237,6 @@ class Engine:
             self.metrics.request_energy_joules.observe(self.energy.close(live.request.id))
 
     # -- figures --------------------------------------------------------------------------------
-
-    def _count_images(self, count: int) -> None:
-        """Images that went through the encoder, and whose KV was written."""
-        self.metrics.vision_encoder_runs.inc(count)
-        self.metrics.vision_kv_writes.inc(count)
 
     def _observe_token(self, live: Live, now: float) -> None:
         before = live.clock.last_token

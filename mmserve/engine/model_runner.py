@@ -76,7 +76,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(model.dtype, self.device, stock=loaded.stock)
         if self.dtype == "bfloat16":
             self.lm.to(torch.bfloat16)
-        self.adapter = Adapter(self.lm, loaded.rope_scaling)
+        self.adapter = _adapt(self.lm, loaded)
         self.regimes = self.adapter.regimes
         self.sight = self.adapter.sight if loaded.stock else WHOLE_IMAGES
         self.groups = self.adapter.groups
@@ -280,6 +280,17 @@ class ModelRunner:
     def _step(self, plans: tuple[AttentionPlan, ...]) -> attention.Step:
         parts = zip(plans, self.text, self.vision, strict=True)
         return attention.Step(tuple(attention.GroupStep(*part) for part in parts), self._places)
+
+
+def _adapt(lm: Any, loaded: Loaded) -> Adapter:
+    """Raises ValueError for a model that is no decoder as they are known here."""
+    try:
+        return Adapter(lm, loaded.rope_scaling)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{loaded.name} cannot be served ({type(lm).__name__}): {reason}"
+        ) from error
 
 
 def seen_rows(plan: AttentionPlan, num_rows: int) -> Tensor | None:

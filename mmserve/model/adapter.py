@@ -104,6 +104,11 @@ class Adapter:
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the logits."""
+        return len(self.model.get_output_embeddings().weight)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, hidden]."""
         embeds: Tensor = self.embedding(token_ids)
@@ -219,9 +224,12 @@ class Adapter:
         extra = self.cross.arguments(positions == 0) if self.cross else {}
         where = positions.expand(self.axes, 1) if self.axes > 1 else positions
         self.decode(embeds, where, probe, **extra)
-        if not probe.layers:
+        silent = set(range(len(self.decoder.layers))) - set(probe.layers)
+        if silent:
             raise ValueError(
-                f"{type(self.model).__name__} does not call transformers' attention interface"
+                f"{len(silent)} of its {len(self.decoder.layers)} layers are not attention over "
+                "keys and values (as in recurrent and hybrid models), or are not called through "
+                "transformers' interface"
             )
         return probe.layers
 

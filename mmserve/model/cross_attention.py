@@ -57,13 +57,13 @@ class CrossAttention:
         for index, layer in self._layers.items():
             yield (index, *layer.project(states))
 
-    @staticmethod
-    def arguments(seen: Tensor | None) -> dict[str, Any]:
+    def arguments(self, seen: Tensor | None) -> dict[str, Any]:
         """What the decoder is told: `seen` [T] bool, which rows see an image; None: none does.
 
         transformers then leaves these layers out; their output would be nothing.
         """
         if seen is None:
             return {}
-        mask = seen.float()[None, None, :, None]
+        first = next(iter(self._layers.values()))
+        mask = seen.to(first.attention.q_proj.weight.dtype)[None, None, :, None]
         return {"cross_attention_states": mask, "full_text_row_masked_out_mask": mask}

@@ -30,7 +30,8 @@ def install(model: Any) -> None:
 
 def _takes_spans(tower: Any) -> bool:
     attention = getattr(tower.blocks[0], "attn", None)
-    code = getattr(type(attention).forward, "__code__", None)
+    forward = getattr(type(attention), "forward", None)
+    code = getattr(forward, "__code__", None)
     return code is not None and "cu_seqlens" in code.co_varnames
 
 

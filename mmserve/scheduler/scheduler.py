@@ -222,8 +222,9 @@ class Scheduler:
             seq.missing_images = missing
             self._counts.prefix_queries += seq.num_tokens
             self._counts.prefix_hits += seq.num_cached_tokens
-            self._counts.image_queries += len(seq.images)
-            self._counts.image_hits += len(seq.images) - len(missing)
+            found = seq.images_found
+            self._counts.image_queries += len(found)
+            self._counts.image_hits += sum(found)
         return True
 
     def _add_chunk(self, batch: Batch, seq: Sequence) -> None:
@@ -286,8 +287,9 @@ class Scheduler:
             if at + gap > end or gap > room:
                 break
             at, room = at + gap, room - gap
-            if not placed.in_context or placed.key in computed:
-                return at, images
+            waits = not placed.in_context or placed.key in computed
+            if waits or any(other.skip and other.start == placed.end for other in lacking):
+                return at, images  # a head that sees its whole image waits for the tail, too
             first = at == seq.num_computed_tokens and not images and _only_decodes(batch)
             if placed.image.num_tokens > room and not first:
                 return at, images
