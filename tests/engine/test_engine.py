@@ -223,6 +223,14 @@ def test_a_prefill_makes_no_token_and_the_turn_after_it_finds_everything() -> No
     assert d.counts()[0] == 1
 
 
+def test_a_prefill_ends_when_the_last_of_its_images_is_there() -> None:
+    d = driver(max_images_per_step=1)
+    ahead = d.submit((words(1, 20), d.image(A), d.image(B), d.image(C)), prefill_only=True)
+    d.run()
+    assert d.last(ahead).finish_reason is FinishReason.STOP and d.counts()[0] == 3
+    d.assert_idle()
+
+
 def test_timings_are_in_order() -> None:
     d = driver()
     request = d.submit((words(1, 40), d.image(A), words(2, 9)))

@@ -38,6 +38,7 @@ def worlds(draw: st.DrawFn) -> World:
             max_images_per_step=draw(st.integers(1, 3)),
         ),
         prefix_caching=draw(st.booleans()),
+        failing={i.digest for i in draw(st.lists(st.sampled_from(IMAGES[3:5]), max_size=1))},
         overlaps=draw(st.booleans()),
         groups=draw(GROUPS),
         in_context=in_context,

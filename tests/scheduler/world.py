@@ -141,6 +141,10 @@ class World:
         self._check_batch(batch)
         for job in batch.images:
             self._encode(job.key, job.pages)
+        for context in [x for chunk in batch.chunks for x in chunk.images]:
+            entries = [self.vision[g].lookup(context.placed.key) for g in self._image_groups]
+            if context.placed.image.digest in self.failing and any(entries):
+                self._fail(context.placed.key)
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         chosen = self._compute(batch.chunks)
         before, self.flight = self.flight, []
@@ -181,8 +185,9 @@ class World:
     def run(self, limit: int = ENOUGH) -> None:
         """Step until nothing is left to do; no step may pass without work done."""
         while self.scheduler.has_work:
-            landing = bool(self.flight)
-            assert self.step() or landing, "a step did nothing while there was work"
+            landing, failed = bool(self.flight), len(self.failed)
+            moved = bool(self.step()) or landing or len(self.failed) > failed
+            assert moved, "a step did nothing while there was work"
             assert self.steps < limit, "no end in sight"
         assert not self.live
 
@@ -248,16 +253,21 @@ class World:
         if not holdings.is_reserved(key):
             return  # its only holder has just ended with another image that failed
         if key in self.failing:
-            ending = [s for s in self.scheduler.running if holdings.awaits(s, key)]
-            holdings.settle(key, written=False)
-            for seq in ending:
-                self.scheduler.finish(seq)
-                self.live.remove(seq)
-                self.failed.append(seq)
+            self._fail(key)
             return
         self.memory.encode(pages, key)
         self.encoded.append(key)
         holdings.settle(key, written=True)
+
+    def _fail(self, key: bytes) -> None:
+        """What was made of an image cannot be had: whoever waits for it ends."""
+        holdings = self.scheduler.holdings
+        ending = [s for s in self.scheduler.running if holdings.awaits(s, key)]
+        holdings.settle(key, written=False)
+        for seq in ending:
+            self.scheduler.finish(seq)
+            self.live.remove(seq)
+            self.failed.append(seq)
 
     def _compute(self, chunks: list[Chunk]) -> dict[Sequence, int]:
         """In every layer all rows are written before any is read. The tokens that are chosen."""
@@ -304,7 +314,7 @@ class World:
         limit = self.config.max_num_batched_tokens
         assert batch.num_tokens + self.scheduler._budget == limit
         if batch.num_tokens > limit:
-            whole = [c for c in batch.chunks if c.num_rows > 1]
+            whole = [c for c in batch.chunks if c.num_rows > 1 or c.images]
             assert len(whole) == 1, "a step that is too large has two chunks of many rows"
             assert self.whole_prompts or (len(whole[0].images), whole[0].count) == (1, 0)
 
