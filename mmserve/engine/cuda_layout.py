@@ -16,7 +16,7 @@ import numpy as np
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.engine import plan
 from mmserve.engine.plan import ImageRows
-from mmserve.engine.rows import Rows, reads_of, regimes_of
+from mmserve.engine.rows import Rows, pages_of, reads_of, regimes_of, slots_of, turning_row
 from mmserve.kernels import work
 from mmserve.kernels.reference import NOWHERE, vision_slot
 from mmserve.scheduler.batch import Chunk
@@ -68,12 +68,6 @@ class CUDALayout:
         self._by_table = not planner.axes
         self._several = scaled or len(self.blocks) > 1  # regimes
         self._lanes: weakref.WeakKeyDictionary[Sequence, list[_Lane]] = weakref.WeakKeyDictionary()
-        self._plans = [
-            plan._GroupBuilder(
-                number, group, self.sight, planner.table, self.page_size, self.blocks
-            )
-            for number, group in enumerate(self.groups)
-        ]
 
     @property
     def num_lines(self) -> int:
@@ -206,8 +200,7 @@ class CUDALayout:
         ):
             reads: Any = reads_of(seq, rows, group, self.sight)
             pages = lane.cover(-(-int(reads[1].max()) // self.page_size))
-            table = seq.tables[number] if group.text else []
-            lines[first_slots + number] = self._plans[number]._slots(chunk, rows, table)
+            lines[first_slots + number] = slots_of(chunk, rows, number, group, self.page_size)
             if len(rows) == 1:
                 reads = tuple(int(part[0]) for part in reads)
             reader = _reader(first, len(rows), reads, pages, lane.images, group, self.page_size)
@@ -247,12 +240,8 @@ class CUDALayout:
         return _Lane(seq.tables[number], pages, 0, seq.images, tuple(images), settled)
 
     def _part(self, seq: Sequence, placed: PlacedImage, number: int) -> work.ImagePart:
-        assert placed.pages is not None
-        pages = np.array(placed.pages[number][placed.skip // self.page_size :], np.int32)
-        base = None
-        if not placed.in_context and self.groups[number].text:
-            block = self.blocks[seq.course.regime if len(self.blocks) > 1 else 0]
-            base = placed.base + block.turning
+        pages = np.array(pages_of(placed, number, self.page_size), np.int32)
+        base = turning_row(seq, placed, self.groups[number], self.blocks)
         key = (placed.key, placed.skip)
         return work.ImagePart(key, pages, placed.image.num_tokens, placed.visual_index, base)
 

@@ -15,14 +15,21 @@ import torch
 from torch import Tensor
 
 from mmserve.cache.layer_group import LayerGroup
-from mmserve.engine.rows import Ints, Rows, reads_of, regimes_of
+from mmserve.engine.rows import (
+    Ints,
+    Rows,
+    pages_of,
+    reads_of,
+    regimes_of,
+    slots_of,
+    turning_row,
+)
 from mmserve.engine.transfer import resolve_pending
-from mmserve.kernels.reference import NOWHERE, AttentionPlan, QueryGroup, vision_slot
+from mmserve.kernels.reference import AttentionPlan, QueryGroup, vision_slot
 from mmserve.model.adapter import CAUSAL, Sight
 from mmserve.model.rope import Block
 from mmserve.scheduler.batch import Chunk
 from mmserve.sequence import PlacedImage
-from mmserve.sequence import Sequence as Seq
 
 
 class ImageRows(NamedTuple):
@@ -76,7 +83,7 @@ class _GroupBuilder:
             table = chunk.seq.tables[self.number] if self.group.text else []
             covered = -(-int(hi.max()) // self.page_size)
             pages.append([max(page, 0) for page in table[:covered]])  # some may be given back
-            self.slots.append(self._slots(chunk, part, table))
+            self.slots.append(slots_of(chunk, part, self.number, self.group, self.page_size))
             first, last = int(visual_lo.min()), int(visual_hi.max())
             seen = [
                 p
@@ -86,24 +93,6 @@ class _GroupBuilder:
             images += [(row, p) for p in seen]
             counts.append(len(seen))
         self.groups.append(self._query_group(start, chunks, pages, reads, images, counts))
-
-    def _slots(self, chunk: Chunk, rows: Rows, table: list[int]) -> Ints:
-        """Where each row is stored."""
-        size = self.page_size
-        slots = np.full(len(rows), NOWHERE)
-        text = rows.image < 0
-        if self.group.text:
-            index = rows.text[text]
-            slots[text] = np.array(table, np.int64)[index // size] * size + index % size
-        for context in chunk.images:
-            pages = context.placed.pages and context.placed.pages[self.number]
-            if not context.writes[self.number] or not pages:
-                continue
-            mine = rows.image == chunk.seq.images.index(context.placed)
-            local = np.arange(context.placed.image.num_tokens)
-            held = np.array(pages)[local // size] * size + local % size
-            slots[mine] = vision_slot(held)
-        return slots
 
     def _query_group(
         self,
@@ -117,7 +106,10 @@ class _GroupBuilder:
         most = max(counts)
         places = [n for count in counts for n in range(count)]
         device = self.table.device
-        bases = [self._base(chunks[row].seq, placed) for row, placed in images]
+        bases = [
+            turning_row(chunks[row].seq, placed, self.group, self.blocks) or 0
+            for row, placed in images
+        ]
         cos, sin = angles(self.table, torch.tensor(bases, dtype=torch.long, device=device))
         lo, hi, visual_lo, visual_hi = (
             torch.from_numpy(np.stack(part)).to(device) for part in zip(*reads, strict=True)
@@ -126,7 +118,7 @@ class _GroupBuilder:
         def ints(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=device)
 
-        stored = [(p.pages or [])[self.number][p.skip // self.page_size :] for _, p in images]
+        stored = [pages_of(p, self.number, self.page_size) for _, p in images]
         return QueryGroup(
             start=start,
             num_seqs=len(chunks),
@@ -145,13 +137,6 @@ class _GroupBuilder:
             sin=-sin,  # the angle is -base
             max_images=most,
         )
-
-    def _base(self, seq: Seq, placed: PlacedImage) -> int:
-        """How far its keys, as they are stored, are from where the sequence has them."""
-        if placed.in_context or not self.group.text:
-            return 0
-        block = self.blocks[seq.course.regime] if len(self.blocks) > 1 else self.blocks[0]
-        return placed.base + block.turning
 
     def plan(self, positions: Tensor) -> AttentionPlan:
         slots = torch.from_numpy(np.concatenate(self.slots)).to(self.table.device)

@@ -1,19 +1,23 @@
-"""The rows of one chunk: which tokens they are, where they stand, and what each of them reads.
+"""The rows of one chunk: which tokens they are, what each of them reads, and where it is stored.
 
-Owns the rule of who sees whom, in text and visual indices, for every kind of layer group. Knows
-nothing of pages, pools or tensors.
+Owns the rule of who sees whom, in text and visual indices, for every kind of layer group, and how
+an image's keys lie. Knows nothing of pools' contents or tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from mmserve.cache.layer_group import LayerGroup
+from mmserve.kernels.reference import NOWHERE, vision_slot
 from mmserve.model.adapter import Sight
+from mmserve.model.rope import Block
 from mmserve.scheduler.batch import Chunk, ContextImage
+from mmserve.sequence import PlacedImage
 from mmserve.sequence import Sequence as Seq
 
 Ints = npt.NDArray[np.int64]
@@ -139,3 +143,38 @@ def _latest_images(seq: Seq, visual: Ints) -> Ints:
     latest = np.searchsorted(begins, visual, "left") - 1
     found: Ints = np.array(begins or [0])[np.maximum(latest, 0)]
     return found
+
+
+def slots_of(chunk: Chunk, rows: Rows, number: int, group: LayerGroup, page_size: int) -> Ints:
+    """[R]: where each row is stored in layer group `number`, as an `AttentionPlan` names it."""
+    slots = np.full(len(rows), NOWHERE)
+    text = rows.image < 0
+    if group.text:
+        index, table = rows.text[text], np.array(chunk.seq.tables[number], np.int64)
+        slots[text] = table[index // page_size] * page_size + index % page_size
+    for context in chunk.images:
+        pages = context.placed.pages and context.placed.pages[number]
+        if not context.writes[number] or not pages:
+            continue
+        mine = rows.image == chunk.seq.images.index(context.placed)
+        local = np.arange(context.placed.image.num_tokens)
+        held = np.array(pages)[local // page_size] * page_size + local % page_size
+        slots[mine] = vision_slot(held)
+    return slots
+
+
+def pages_of(placed: PlacedImage, number: int, page_size: int) -> list[int]:
+    """Where an image's own tokens begin among what is stored under its key."""
+    assert placed.pages is not None
+    return placed.pages[number][placed.skip // page_size :]
+
+
+def turning_row(
+    seq: Seq, placed: PlacedImage, group: LayerGroup, blocks: Sequence[Block]
+) -> int | None:
+    """The row of the rotary table by which queries are turned back to an image; None where its keys
+    are stored as the sequence counts positions, or not rotated."""
+    if placed.in_context or not group.text:
+        return None
+    block = blocks[seq.course.regime if len(blocks) > 1 else 0]
+    return placed.base + block.turning
