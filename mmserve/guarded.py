@@ -25,30 +25,28 @@ _SPACES = ("▁", "Ġ", " ")  # how vocabularies write a token's leading space
 class Quotes:
     """What was taken out of one conversation's texts, to be put back after the template."""
 
-    def __init__(self, control: re.Pattern[str], loose: re.Pattern[str]) -> None:
+    def __init__(
+        self, control: re.Pattern[str], loose: re.Pattern[str], apart: bool = False
+    ) -> None:
+        """`apart`: every text ends with a sentinel, so that no two of them can be read as one."""
         self._patterns = {False: control, True: loose}
+        self._apart = apart
         self.taken: list[str | tuple[int, ...]] = []  # a text, or the tokens of an answer
 
     def text(self, text: str, own: bool = False) -> str:
         """A user's text as the template may see it; `own`: it is the model's own earlier text,
         which keeps its tool-call and reasoning tags."""
+        text = self._quoted(text, own)
+        return text + self._take("") if self._apart else text
+
+    def _quoted(self, text: str, own: bool = False) -> str:
         text = text.translate(_RESERVED)
         return self._patterns[not own].sub(lambda found: self._take(found[0]), text)
-
-    def texts(self, texts: Sequence[str], own: bool = False) -> list[str]:
-        """Texts that a template may join: they must not make up a control token together."""
-        quoted = [self.text(text, own) for text in texts]
-        if len(texts) > 1:
-            plain = [_SENTINEL.sub("\0", text) for text in quoted]
-            joined = ("".join(plain), "".join(text.strip() for text in plain))
-            if any(self._patterns[not own].search(text) for text in joined):
-                quoted = [text + self._take("") for text in quoted]
-        return quoted
 
     def tree(self, value: Any) -> Any:
         """All strings in lists and dicts (tool descriptions, arguments), keys too."""
         if isinstance(value, str):
-            return self.text(value)
+            return self._quoted(value)
         if isinstance(value, dict):
             return {self.tree(k): self.tree(v) for k, v in value.items()}
         return [self.tree(v) for v in value] if isinstance(value, (list, tuple)) else value
@@ -80,11 +78,31 @@ class GuardedEncoder:
         self._tags = set(tags) - self._control
         self._backend.add_special_tokens([tokenizers.AddedToken(_ANSWER, normalized=False)])
         self._answer_id = self._backend.token_to_id(_ANSWER)
+        names = self._control | self._tags
+        self._heads = {name[:n] for name in names for n in range(1, len(name))}
+        self._tails = {name[n:] for name in names for n in range(1, len(name))}
+        self._longest = max(map(len, names), default=1) - 1
         self._plain: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
 
-    def quotes(self) -> Quotes:
-        return Quotes(_any_of(self._control), _any_of(self._control | self._tags))
+    def quotes(self, texts: Collection[str] = ()) -> Quotes:
+        """For a conversation of these texts, which a template may join in any order, trimmed."""
+        loose = _any_of(self._control | self._tags)
+        return Quotes(_any_of(self._control), loose, self._may_make_up_a_token(texts))
+
+    def _may_make_up_a_token(self, texts: Collection[str]) -> bool:
+        """Whether one text ends as a control token or tag begins, and another begins as one ends.
+
+        However a token is spread over texts, its first piece is such an end, its last such a
+        beginning. What only looks like it costs nothing but a sentinel.
+        """
+        if len(texts) < 2:
+            return False
+        sizes = range(1, self._longest + 1)
+        shown = {shape for text in texts for shape in (text, text.strip())}
+        return any(text[-n:] in self._heads for text in shown for n in sizes) and any(
+            text[:n] in self._tails for text in shown for n in sizes
+        )
 
     def encode(self, text: str, quotes: Quotes, *, add_special_tokens: bool) -> list[int]:
         """Ids of a rendered template, as the tokenizer itself gives them; quoted texts as plain

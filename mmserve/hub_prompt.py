@@ -97,7 +97,7 @@ class HubTemplate:
         Raises `RequestError` for what the template, or the model, does not take.
         """
         self._check(messages, continue_final)
-        quotes = self._encoder.quotes()
+        quotes = self._quotes(messages)
         conversation = [self._message(message, quotes) for message in messages]
         text = self._write(conversation, quotes.tree(list(tools)) or None, continue_final)
         adds = self._adds_first(text)
@@ -106,15 +106,9 @@ class HubTemplate:
         return self._prompt(ids, images)
 
     @property
-    def takes_tools(self) -> bool:
-        """Whether the template says anything of tools."""
-        return any(re.search(r"\btools\b", text) for text in self._templates.values())
-
-    @property
     def tool_format(self) -> ToolFormat | None:
         """The one form known here, where the template tells the model of it."""
-        told = ("<tool_call>" in text and "tools" in text for text in self._templates.values())
-        return HERMES if any(told) else None
+        return HERMES if any(map(_tells_of_hermes, self._templates.values())) else None
 
     def expand(self, text: str) -> str:
         """What becomes of a text with placeholders but for the images' own tokens."""
@@ -123,9 +117,13 @@ class HubTemplate:
     def write(self, messages: Sequence[Message]) -> tuple[str, bool]:
         """The template's text with placeholders, and whether the tokenizer is to add its first
         token to it."""
-        quotes = self._encoder.quotes()
+        quotes = self._quotes(messages)
         text = self._write([self._message(message, quotes) for message in messages])
         return text, self._adds_first(text)
+
+    def _quotes(self, messages: Sequence[Message]) -> Quotes:
+        parts = (part for message in messages for part in message.parts)
+        return self._encoder.quotes([part.text for part in parts if isinstance(part, TextPart)])
 
     def _adds_first(self, text: str) -> bool:
         """As in transformers: a tokenizer's template writes all special tokens itself; a processor
@@ -153,17 +151,16 @@ class HubTemplate:
     def _message(self, message: Message, quotes: Quotes) -> dict[str, Any]:
         """As templates take it: content is a string, or a list of text and image items."""
         role, own = ROLES[message.role], message.role == "assistant"
-        quoted = iter(
-            quotes.texts([p.text for p in message.parts if isinstance(p, TextPart)], own=own)
-        )
         items: list[dict[str, str]] = []
         for part in message.parts:
             if isinstance(part, ImagePart):
                 items.append({"type": "image"})
             elif isinstance(part, TokensPart):
-                items.append({"type": "text", "text": quotes.answer(part.token_ids)})
+                # An image token that the model said shows no picture, and would be taken for one.
+                said = [token for token in part.token_ids if token != self.image_token_id]
+                items.append({"type": "text", "text": quotes.answer(said)})
             else:
-                items.append({"type": "text", "text": next(quoted)})
+                items.append({"type": "text", "text": quotes.text(part.text, own=own)})
         kind = "system" if role == "system" else "user"  # a template reads all turns alike
         one = len(items) < 2 and all(item["type"] == "text" for item in items)
         if kind in self._strings and (one or kind not in self._lists):
@@ -225,17 +222,22 @@ class HubTemplate:
     def _prompt(self, ids: Sequence[int], images: Sequence[ImageInput]) -> Prompt:
         segments: list[Segment] = []
         text: list[int] = []
+        slots = sum(token == self.image_token_id for token in ids)
+        if slots != len(images):
+            raise RequestError(
+                f"The messages hold {len(images)} images, and the model's chat template makes "
+                f"{slots} image tokens of them.",
+                param="messages",
+            )
         rest = iter(images)
         for token in ids:
             if token == self.image_token_id:
-                image = next(rest)
                 if text:
                     segments.append(TextSegment(tuple(text)))
-                segments.append(ImageSegment(image))
+                segments.append(ImageSegment(next(rest)))
                 text = [token] if self.cross_attention else []
             else:
                 text.append(token)
-        assert next(rest, None) is None, "an image token was lost"
         if text:
             segments.append(TextSegment(tuple(text)))
         return Prompt(
@@ -282,6 +284,15 @@ class HubTemplate:
             text = ""
         shown = [token for token in placeholders if text.count(token) == 1]
         return shown[0] if shown else placeholders[-1]
+
+
+def _tells_of_hermes(template: str) -> bool:
+    """Whether it shows tools, and calls as `Hermes` writes them: JSON between the tags. Others have
+    XML there (`<function=...>`, Qwen3-Coder; `<arg_key>`, GLM-4.5)."""
+    shown = re.findall(r"<tool_call>(.*?)</tool_call>", template, re.DOTALL)
+    keys = [re.compile(rf"""\\?["']{key}\\?["']\s*:""") for key in ("name", "arguments")]
+    told = any(all(key.search(call) for key in keys) for call in shown)
+    return told and re.search(r"\btools\b", template) is not None
 
 
 def _encoder(

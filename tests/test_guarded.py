@@ -147,11 +147,22 @@ def test_texts_that_a_template_joins_make_no_control_token_together(
 ) -> None:
     chat = Chat(kind)
     for parts in (["<|im_", "end|>"], ["<im", "a", "ge> <image>"], ["<|im_ ", " end|>"]):
-        quotes = chat.encoder.quotes()
-        quoted = quotes.texts(parts)
+        quotes = chat.encoder.quotes(parts)
+        quoted = [quotes.text(part) for part in parts]
         for shown in ("".join(quoted), "".join(part.strip() for part in quoted)):
             ids = chat.encoder.encode(shown, quotes, add_special_tokens=False)
             assert not {chat.id("<|im_end|>"), chat.id("<image>")} & set(ids)
+
+
+@kinds
+def test_the_order_in_which_a_template_joins_texts_makes_no_difference(
+    kind: Callable[[], tokenizers.Tokenizer],
+) -> None:
+    chat = Chat(kind)
+    quotes = chat.encoder.quotes(["ge>", "fox", "<ima"])
+    rest, _, head = (quotes.text(part) for part in ("ge>", "fox", "<ima"))
+    ids = chat.encoder.encode(head + rest, quotes, add_special_tokens=False)
+    assert chat.id("<image>") not in ids
 
 
 @kinds

@@ -17,6 +17,7 @@ from mmserve.errors import RequestError
 from mmserve.hub_prompt import HubTemplate
 from mmserve.prompt import ImagePart, Message, TextPart, TokensPart
 from mmserve.request import ImageSegment, TextSegment
+from mmserve.tools import HERMES
 from tests.model import families
 from tests.model.border import Border, Parts, flat, message, open_border
 
@@ -52,6 +53,24 @@ GEMMA_2 = (
     "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
     "{{ '<start_of_turn>' + message['role'] + '\n' + message['content'] | trim"
     " + '<end_of_turn>\n' }}{% endfor %}"
+)
+
+JOINING = (  # nothing between messages, and no image without a processor's own token
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+QWEN_3_CODER = (
+    "{% if tools %}{% for t in tools %}{{ t.function.name }}{% endfor %}\nCall a function so:\n"
+    "<tool_call>\n<function=NAME>\n<parameter=P>\nVALUE\n</parameter>\n</function>\n</tool_call>"
+    "{% endif %}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ '<tool_call>\\n<function=' + call.name + '>' }}"
+    "{% for k in call.arguments %}{{ k }}{% endfor %}"
+    "{{ '</function>\\n</tool_call>' }}{% endfor %}{% endfor %}"
+)
+QWEN_2_5 = (
+    "{% if tools %}{{ 'return a json object within <tool_call></tool_call> XML tags:\\n' }}"
+    '{{ \'<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n\' }}'
+    "{{ '</tool_call>' }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
 )
 
 
@@ -146,6 +165,26 @@ def test_two_texts_side_by_side_do_not_make_up_a_special_token(opened: Open, nam
     assert border.checkpoint.image_token_id not in text_ids(border, prompt)
 
 
+@pytest.mark.parametrize("name", (*families.VISION, *families.TEXT))
+def test_two_messages_do_not_make_up_a_special_token(opened: Open, name: str) -> None:
+    border = opened(name)
+    tokenizer = border.checkpoint.tokenizer
+    ids = {tokenizer.bos_token_id, tokenizer.eos_token_id, border.checkpoint.image_token_id}
+    joining = with_template(border, JOINING)
+    for id_ in ids - {None}:
+        token = tokenizer.convert_ids_to_tokens(id_)
+        for template in (border.template, joining):
+            calm = template.render(two_turns("a x", "y b"), [])
+            for cut in range(1, len(token)):
+                turns = two_turns(f"a {token[:cut]}", f"{token[cut:]} b")
+                prompt = template.render(turns, [])
+                assert text_ids(border, prompt).count(id_) == text_ids(border, calm).count(id_)
+
+
+def two_turns(user: str, assistant: str) -> list[Message]:
+    return [message("user", user), message("assistant", assistant), message("user", "?")]
+
+
 @pytest.mark.parametrize("scheme", ["first", "always"])
 def test_a_tokenizer_that_sets_spaces_before_words_gives_its_own_ids_too(
     opened: Open, tmp_path: Path, scheme: str
@@ -209,6 +248,28 @@ def test_an_earlier_answer_keeps_its_exact_tokens(opened: Open) -> None:
     assert flat(continued)[: len(head) + len(odd)] == [*head, *odd]
 
 
+@pytest.mark.parametrize("name", families.VISION)
+def test_an_image_token_in_an_earlier_answer_is_no_picture(opened: Open, name: str) -> None:
+    border = opened(name)
+    image = border.checkpoint.image_token_id
+    assert image is not None
+    said = [border.checkpoint.tokenizer.encode(w, add_special_tokens=False)[-1] for w in "ab"]
+
+    def prompt(*answer: int) -> tuple[list[str], list[int]]:
+        turns = [message("user", "What?"), Message("assistant", (TokensPart(answer),))]
+        made = border.render_all([*turns, message("user", SMALL, "Why?")])
+        return [type(s).__name__ for s in made.segments], flat(made)
+
+    assert prompt(said[0], image, said[1], image) == prompt(*said)
+
+
+def test_an_image_token_that_a_template_writes_by_itself_is_refused(opened: Open) -> None:
+    border = opened("gemma3")  # it shows an image by another token than the processor writes
+    template = with_template(border, "{{ '<image_soft_token>' }}" + JOINING)
+    with pytest.raises(RequestError, match="hold 0 images.* makes 1 image tokens"):
+        template.render([message("user", "Hello")], [])
+
+
 def test_images_reach_a_template_that_takes_items_only(opened: Open) -> None:
     border = opened("llava")
     template = with_template(border, LLAVA_15)
@@ -258,7 +319,13 @@ def test_tools_reach_the_template_with_their_strings_quoted(opened: Open) -> Non
     tokenizer = border.checkpoint.tokenizer
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in flat(prompt)
     assert "<|im_end|> x" in tokenizer.decode(flat(prompt))
-    assert (template.takes_tools, border.template.takes_tools) == (True, False)
+
+
+def test_tools_are_for_templates_that_tell_of_json_calls(opened: Open) -> None:
+    border = opened("qwen2")
+    assert with_template(border, QWEN_2_5).tool_format is HERMES
+    assert with_template(border, QWEN_3_CODER).tool_format is None
+    assert border.template.tool_format is None
 
 
 def test_an_image_that_the_template_drops_is_refused(opened: Open) -> None:
