@@ -120,12 +120,6 @@ class SamplingState:
         self._num_counted = len(self._token_ids)
         return self._seen, self._counts
 
-    def _uncounted(self) -> tuple[list[int], list[int]]:
-        """Of the prompt and of the output."""
-        new = list(self._token_ids[self._num_counted :])
-        border = max(self._num_prompt_tokens - self._num_counted, 0)
-        return new[:border], new[border:]
-
 
 class Drawn:
     """One step's tokens, chosen on the device and on their way to the host.

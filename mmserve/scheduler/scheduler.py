@@ -30,8 +30,8 @@ from mmserve.cache.page_pool import PagePool
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.vision_index import VisionIndex
 from mmserve.config import SchedulerConfig
-from mmserve.errors import ContextLengthExceededError
 from mmserve.request import Request
+from mmserve.scheduler.admission import check_context, check_images, check_text
 from mmserve.scheduler.batch import Batch, Chunk, ContextImage, ImageJob
 from mmserve.scheduler.holdings import Holdings
 from mmserve.sequence import PlacedImage, Sequence, SequenceStatus
@@ -105,39 +105,9 @@ class Scheduler:
 
         Raises ContextLengthExceededError (context, or a text or vision pool).
         """
-        asked = num_prompt + num_image
-        share = f"{num_image} of them for images" if num_image else "no images"
-        room = self.max_model_len - (0 if request.prefill_only else 1)
-        if asked > room:
-            raise ContextLengthExceededError(
-                f"The prompt has {asked} tokens ({share}); the context limit is "
-                f"{self.max_model_len}, and one is needed for the answer."
-            )
-        for group in self.holdings.text_groups:
-            limit = self.holdings.text_limit(group)
-            if limit is not None and num_prompt + 1 > limit:
-                raise ContextLengthExceededError(
-                    f"The prompt has {num_prompt} text tokens; the text KV pool"
-                    f"{self._of_group(group)} holds {limit}."
-                )
-        images, pages = request.images, 0
-        if self.head is not None:
-            pages = len(images) * self.holdings.pages_for(self.head)
-        if not self.in_context or self.head is not None:  # else it is another at each place
-            images = list({image.digest: image for image in images}.values())
-        pages += sum(self.holdings.pages_for(image.num_tokens) for image in images)
-        for group in self.holdings.image_groups:
-            if pages > self.vision[group].num_pages:
-                raise ContextLengthExceededError(
-                    f"The {len(images)} images need {pages} vision pages; the vision KV pool"
-                    f"{self._of_group(group)} has {self.vision[group].num_pages}."
-                )
-
-    def _of_group(self, number: int) -> str:
-        if len(self.holdings.groups) == 1:
-            return ""
-        window = self.holdings.groups[number].window
-        return f" of layer group {number}" + (f" (a window of {window})" if window else "")
+        check_context(request, num_prompt, num_image, self.max_model_len)
+        check_text(self.holdings, num_prompt)
+        check_images(self.holdings, request, in_context=self.in_context, head=self.head)
 
     def add(self, seq: Sequence) -> None:
         """Queue by rank: a prefill without output waits behind every real turn."""
@@ -222,9 +192,8 @@ class Scheduler:
             seq.missing_images = missing
             self._counts.prefix_queries += seq.num_tokens
             self._counts.prefix_hits += seq.num_cached_tokens
-            found = seq.images_found
-            self._counts.image_queries += len(found)
-            self._counts.image_hits += sum(found)
+            self._counts.image_queries += len(seq.images_found)
+            self._counts.image_hits += sum(seq.images_found)
         return True
 
     def _add_chunk(self, batch: Batch, seq: Sequence) -> None:
