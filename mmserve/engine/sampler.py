@@ -107,14 +107,13 @@ class SamplingState:
         if self._seen is None or self._counts is None:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._counts = torch.zeros(vocab_size, device=device)
+        uncounted = list(self._token_ids[self._num_counted :])
+        border = max(self._num_prompt_tokens - self._num_counted, 0)
         # A prompt may hold tokens that no answer can: placeholders of images.
-        prompt, output = (
-            resolve_pending(
-                upload([t for t in ids if t < vocab_size], torch.long, device), previous
-            )
-            for ids in self._uncounted()
-        )
-        new = torch.cat((prompt, output))
+        prompt = [token for token in uncounted[:border] if token < vocab_size]
+        new = upload(prompt + uncounted[border:], torch.long, device)
+        new = resolve_pending(new, previous)
+        output = new[len(prompt) :]
         self._seen.index_fill_(0, new, True)
         self._counts.index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
         self._num_counted = len(self._token_ids)
