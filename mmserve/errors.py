@@ -7,6 +7,11 @@ server turns these into bodies and events. Our own broken invariants are `assert
 from __future__ import annotations
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class RequestError(Exception):
     """A request that is refused. `message` names the thing and the limit; `param` the field."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from mmserve.errors import RequestError
+from mmserve.errors import RequestError, first_line
 from mmserve.guarded import GuardedEncoder, Quotes
 from mmserve.prompt import ROLES, ImagePart, Message, Prompt, TextPart, TokensPart
 from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
@@ -191,9 +191,9 @@ class HubTemplate:
                 f"The model's chat template does not take these messages: {error}", param="messages"
             ) from error
         except (TypeError, ValueError, KeyError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise RequestError(
-                f"The model's chat template cannot show these messages: {reason}", param="messages"
+                f"The model's chat template cannot show these messages: {first_line(error)}",
+                param="messages",
             ) from error
 
     def _place(self, text: str, images: Sequence[ImageInput]) -> str:

@@ -20,7 +20,7 @@ import transformers
 from PIL import Image
 
 from mmserve.config import ImageLimits
-from mmserve.errors import InvalidImageError, RequestError
+from mmserve.errors import ImageTooLargeError, InvalidImageError, RequestError, first_line
 from mmserve.hub_prompt import HubImage, HubTemplate
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.prompt import ImagePart, Message, TextPart
@@ -36,6 +36,10 @@ _TEXT_OUTPUTS = {
     "labels",
     "cross_attention_mask",
 }
+
+# Qwen's own limit, for all: a processor that resizes by the shortest side would make 336 x 5.5
+# million pixels (13 GB) of a strip of 1 x 16384 before it crops.
+MAX_ASPECT = 200
 
 
 @dataclass(frozen=True)
@@ -94,9 +98,8 @@ class ProcessorPipeline:
             self.counts_company = alone.token_ids != several.token_ids
             self._check_against_processor()
         except (RequestError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
             raise ModelUnavailableError(
-                f"{type(processor).__name__} does not take a few small images: {reason}"
+                f"{type(processor).__name__} does not take a few small images: {first_line(error)}"
             ) from error
 
     def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> HubImage:
@@ -106,7 +109,8 @@ class ProcessorPipeline:
         UnsupportedImageTypeError or ImageTooLargeError with `param`.
         """
         try:
-            preprocess.check_header(data, self.limits)
+            header = preprocess.check_header(data, self.limits)
+            self._check_shape(header.width, header.height)
             alone = alone or not self.counts_company
             digest = self._digest(data, alone)
             facts, inputs = self._recall(digest), None
@@ -117,9 +121,9 @@ class ProcessorPipeline:
             error.param = param
             raise
         except ValueError as error:  # too narrow, too long: the processor's own limits
-            reason = (str(error).strip() or "it gives no reason").splitlines()[0]
             raise InvalidImageError(
-                f"The model's image processor does not take the image: {reason}", param=param
+                f"The model's image processor does not take the image: {first_line(error)}",
+                param=param,
             ) from error
         return HubImage(
             digest=digest,
@@ -166,6 +170,25 @@ class ProcessorPipeline:
             raise ModelUnavailableError(
                 f"{type(self._processor).__name__} writes several images into a text in a way that "
                 "is not known here"
+            )
+
+    def _check_shape(self, width: int, height: int) -> None:
+        """Bounds what the processor may make of an image before it crops."""
+        short, long = sorted((width, height))
+        if long > MAX_ASPECT * short:
+            raise ImageTooLargeError(
+                f"The image is {width}x{height} pixels, one side {long / short:g} times the other; "
+                f"the limit is {MAX_ASPECT} times."
+            )
+        size = getattr(self._processor.image_processor, "size", None) or {}
+        edge = size.get("shortest_edge")
+        if edge is None or size.get("longest_edge") is not None:
+            return  # each processor with both keeps its result between them
+        resized = edge * edge * long // short
+        if resized > self.limits.max_pixels:
+            raise ImageTooLargeError(
+                f"The image's processor would make {resized / 1e6:.1f} megapixels of its "
+                f"{width}x{height} pixels; the limit is {self.limits.max_pixels / 1e6:g}."
             )
 
     def _digest(self, data: bytes, alone: bool) -> bytes:

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from mmserve.errors import first_line
 from mmserve.model import memory
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.model.hub import Source, locate
@@ -220,7 +221,7 @@ def _config(name: str, source: Source) -> Any:
         )
     except Exception as error:  # a config's own checks raise almost anything
         raise ModelUnavailableError(
-            f"{name}: its configuration is refused: {_line(error)}"
+            f"{name}: its configuration is refused: {first_line(error)}"
         ) from error
 
 
@@ -232,13 +233,13 @@ def _gguf_shard(path: Path) -> Shard:
         architecture = str(field.contents()) if field else "none"
         tensors = {str(t.name): int(t.n_elements) for t in reader.tensors}
     except Exception as error:  # the reader meets a cut or foreign file in many ways
-        raise ModelUnavailableError(f"{path} is no whole GGUF file: {_line(error)}") from error
+        raise ModelUnavailableError(f"{path} is no whole GGUF file: {first_line(error)}") from error
     if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
         raise ModelUnavailableError(
             f"{path} is of architecture {architecture!r}, which transformers "
             f"{transformers.__version__} does not read from GGUF"
         )
-    return Shard(path, frozenset(tensors), {"F32": sum(tensors.values())}, b"")
+    return Shard(path, frozenset(tensors), {"F32": sum(tensors.values())})
 
 
 def _eos(generation: Mapping[str, Any], config: Any, tokenizer: Any) -> frozenset[int]:
@@ -279,7 +280,7 @@ def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelUnavailableError(f"{path} cannot be read: {_line(error)}") from error
+        raise ModelUnavailableError(f"{path} cannot be read: {first_line(error)}") from error
     if not isinstance(data, dict):
         raise ModelUnavailableError(f"{path} cannot be read: it is no JSON object")
     return data
@@ -288,7 +289,3 @@ def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
 def _flat(values: Any) -> set[str]:
     """transformers' mappings name one class for a model type, or several."""
     return {n for v in values for n in (v if isinstance(v, (list, tuple)) else (v,))}
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -22,6 +22,7 @@ from huggingface_hub.utils.tqdm import (
     enable_progress_bars,
 )
 
+from mmserve.errors import first_line
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.model.shards import INDEX, SINGLE
 from mmserve.model.supported import MODELS
@@ -98,8 +99,9 @@ def _fetch(repo: str, revision: str | None, gguf: str | None, progress: bool) ->
             said = f"{repo} has no revision {revision!r} on the hub"
             raise ModelUnavailableError(said) from error
         except Exception as error:  # the HTTP library's own faults, a full disk
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelUnavailableError(f"{what} could not be fetched: {reason}") from error
+            raise ModelUnavailableError(
+                f"{what} could not be fetched: {first_line(error)}"
+            ) from error
     return Source(Path(folder), gguf)
 
 

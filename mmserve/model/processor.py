@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
+from mmserve.errors import first_line
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.model.hub import Source
 
@@ -57,7 +58,7 @@ def load_processor(name: str, source: Source, takes_images: bool, kwargs: Mappin
         )
     except Exception as error:  # it is built from many files, each with faults of its own
         raise ModelUnavailableError(
-            f"{name}: its {what} cannot be loaded: {_line(error)}"
+            f"{name}: its {what} cannot be loaded: {first_line(error)}"
         ) from error
     if takes_images:
         if not isinstance(made, ProcessorMixin) or not hasattr(made, "image_processor"):
@@ -121,7 +122,3 @@ def _check_kwargs(name: str, image_processor: Any, kwargs: Mapping[str, Any]) ->
             f"{name}: its image processor has no setting {unknown[0]!r}; it has "
             f"{', '.join(sorted(known))}"
         )
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

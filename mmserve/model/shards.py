@@ -32,7 +32,6 @@ class Shard:
     path: Path
     names: frozenset[str]
     elements: dict[str, int]
-    header_sha256: bytes
 
 
 def find_shards(folder: Path) -> tuple[Shard, ...]:
@@ -76,7 +75,7 @@ def read_shard(path: Path) -> Shard:
         raise ModelUnavailableError(
             f"{path} is not whole: it has {size} bytes, its header speaks of {8 + length + end}"
         )
-    return Shard(path, frozenset(tensors), dict(elements), hashlib.sha256(raw).digest())
+    return Shard(path, frozenset(tensors), dict(elements))
 
 
 def bits(dtype: str) -> int:

@@ -13,8 +13,14 @@ import pytest
 import torch
 from PIL import Image
 
+from mmserve.config import ImageLimits
 from mmserve.engine.hub_images import NoImagePipeline, ProcessorPipeline
-from mmserve.errors import InvalidImageError, RequestError, UnsupportedImageTypeError
+from mmserve.errors import (
+    ImageTooLargeError,
+    InvalidImageError,
+    RequestError,
+    UnsupportedImageTypeError,
+)
 from mmserve.hub_prompt import HubTemplate
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.prompt import ImagePart, Message, TextPart
@@ -233,11 +239,56 @@ def test_a_bad_image_is_refused_with_its_field(
     assert refused.value.param == "messages[0].content[1]"
 
 
-def test_a_size_that_the_processor_does_not_take_is_the_image_s_fault(opened: Open) -> None:
-    sliver = Image.new("RGB", (1000, 2), "red")  # Qwen takes aspect ratios up to 200
-    with pytest.raises(InvalidImageError, match="image processor does not take") as refused:
-        opened("qwen2_5_vl").see(png(sliver), param="image")
-    assert refused.value.param == "image"
+def test_a_size_that_the_processor_does_not_take_is_the_image_s_fault(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    border = opened("qwen2_5_vl")
+    assert border.pipeline is not None
+    for said, shown in (("too narrow\nfor me", "too narrow"), ("", "ValueError")):
+
+        def process(*_: Any, said: str = said) -> Any:
+            raise ValueError(said)
+
+        monkeypatch.setattr(border.pipeline, "_process", process)
+        with pytest.raises(InvalidImageError, match=f"not take the image: {shown}$") as refused:
+            border.see(png(families.picture(77)), param="image")
+        assert refused.value.param == "image"
+
+
+@pytest.mark.parametrize("name", families.VISION)
+@pytest.mark.parametrize("size", [(1, 402), (804, 2)])
+def test_a_strip_is_refused_before_it_is_processed(
+    opened: Open, name: str, size: tuple[int, int]
+) -> None:
+    strip = png(Image.new("RGB", size, "red"))
+    ratio = max(size) // min(size)
+    with pytest.raises(ImageTooLargeError, match=f"{ratio} times.*limit is 200") as refused:
+        opened(name).see(strip, param="image")
+    assert (refused.value.status, refused.value.param) == (400, "image")
+
+
+def test_what_a_resize_by_the_shortest_side_makes_is_bounded(opened: Open) -> None:
+    border = opened("llava")
+    image_processor = border.checkpoint.processor.image_processor
+    assert dict(image_processor.size).keys() == {"shortest_edge"}
+    edge = image_processor.size["shortest_edge"]
+    most = pipeline(border, limits=ImageLimits(max_pixels=edge * edge * 20))
+    assert most.prepare(png(Image.new("RGB", (5, 100)))).inputs is not None
+    with pytest.raises(ImageTooLargeError, match="would make .* megapixels .*the limit is"):
+        most.prepare(png(Image.new("RGB", (5, 105))))
+
+
+def test_a_processor_whose_error_says_nothing_is_refused_by_its_class(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    border = opened("llava")
+
+    def process(*_: Any, **__: Any) -> Any:
+        raise ValueError
+
+    monkeypatch.setattr(ProcessorPipeline, "_process", process)
+    with pytest.raises(ModelUnavailableError, match="small images: ValueError"):
+        pipeline(border)
 
 
 def test_a_text_model_takes_no_images() -> None:
