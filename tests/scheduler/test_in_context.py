@@ -199,11 +199,11 @@ def test_of_a_blended_image_the_head_is_computed_at_its_place_and_the_tail_once_
     world.assert_right()
 
 
-def test_a_head_waits_for_the_tail_before_it_to_be_encoded() -> None:
+def test_a_head_waits_for_its_tail_and_those_before_it_to_be_encoded() -> None:
     config = SchedulerConfig(max_images_per_step=1)
     world = World(config=config, in_context=True, head=4)
     world.submit(prompt(5, image(0), image(1), image(2), 4), 1)
-    assert [rows(world.step())[0][2:] for _ in range(3)] == [(5, [5, 5]), (0, [5]), (4, [])]
+    assert [rows(world.step())[0][2:] for _ in range(3)] == [(5, [5]), (0, [5]), (4, [5])]
     world.assert_right()
 
 

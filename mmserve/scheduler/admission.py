@@ -1,0 +1,57 @@
+"""The proof that a request can ever run: its tokens against the context and every pool.
+
+Owns the refusals and their words. Knows nothing of queues, or of who runs now.
+"""
+
+from __future__ import annotations
+
+from mmserve.errors import ContextLengthExceededError
+from mmserve.request import Request
+from mmserve.scheduler.holdings import Holdings
+
+
+def check_context(request: Request, num_prompt: int, num_image: int, max_model_len: int) -> None:
+    """Counts are text and image tokens of the prompt. Raises ContextLengthExceededError."""
+    asked = num_prompt + num_image
+    share = f"{num_image} of them for images" if num_image else "no images"
+    if asked > max_model_len - (0 if request.prefill_only else 1):
+        raise ContextLengthExceededError(
+            f"The prompt has {asked} tokens ({share}); the context limit is "
+            f"{max_model_len}, and one is needed for the answer."
+        )
+
+
+def check_text(holdings: Holdings, num_prompt: int) -> None:
+    """Raises ContextLengthExceededError where a pool cannot hold the prompt's text."""
+    for group in holdings.text_groups:
+        limit = holdings.text_limit(group)
+        if limit is not None and num_prompt + 1 > limit:
+            raise ContextLengthExceededError(
+                f"The prompt has {num_prompt} text tokens; the text KV pool"
+                f"{_of_group(holdings, group)} holds {limit}."
+            )
+
+
+def check_images(
+    holdings: Holdings, request: Request, *, in_context: bool, head: int | None
+) -> None:
+    """Raises ContextLengthExceededError where a pool cannot hold the images together."""
+    images, pages = request.images, 0
+    if head is not None:
+        pages = len(images) * holdings.pages_for(head)
+    if not in_context or head is not None:  # else the same image is another one at each place
+        images = list({image.digest: image for image in images}.values())
+    pages += sum(holdings.pages_for(image.num_tokens) for image in images)
+    for group in holdings.image_groups:
+        if pages > holdings.vision[group].num_pages:
+            raise ContextLengthExceededError(
+                f"The {len(images)} images need {pages} vision pages; the vision KV pool"
+                f"{_of_group(holdings, group)} has {holdings.vision[group].num_pages}."
+            )
+
+
+def _of_group(holdings: Holdings, number: int) -> str:
+    if len(holdings.groups) == 1:
+        return ""
+    window = holdings.groups[number].window
+    return f" of layer group {number}" + (f" (a window of {window})" if window else "")
