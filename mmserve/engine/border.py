@@ -12,8 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 from mmserve.config import ImageLimits
 from mmserve.engine.hub_images import NoImagePipeline, ProcessorPipeline
+from mmserve.engine.sampler import validate
 from mmserve.engine.vision_pipeline import VisionPipeline
+from mmserve.errors import RequestError
 from mmserve.hub_prompt import HubTemplate
+from mmserve.model.checkpoint import Checkpoint
+from mmserve.model.fetch import ModelUnavailableError
 from mmserve.model.loader import LoadedModel
 from mmserve.model.weights import Loaded, LoadedCheckpoint
 from mmserve.prompt import ChatTemplate, Message, Prompt
@@ -124,7 +128,7 @@ def _of_checkpoint(
         takes_images=checkpoint.takes_images,
         image_token_id=checkpoint.image_token_id,
     )
-    sampling = SamplingParams(**dataclasses.asdict(checkpoint.sampling))
+    sampling = _sampling(checkpoint, tokenizer)
     if not checkpoint.takes_images:
         return Border(tokenizer, template, NoImagePipeline(), 0, sampling)
     pipeline = ProcessorPipeline(
@@ -137,3 +141,16 @@ def _of_checkpoint(
         on_decode=on_decode,
     )
     return Border(tokenizer, template, pipeline, 1, sampling)
+
+
+def _sampling(checkpoint: Checkpoint, tokenizer: Tokenizer) -> SamplingParams:
+    """Raises `ModelUnavailableError` for defaults that every request would be refused for."""
+    own = dataclasses.asdict(checkpoint.sampling)
+    params = SamplingParams(**{**own, "top_k": max(checkpoint.sampling.top_k, 0)})
+    try:
+        validate(params, tokenizer.vocab_size)
+    except RequestError as error:
+        raise ModelUnavailableError(
+            f"{checkpoint.name}: generation_config.json is wrong: {error.message}"
+        ) from error
+    return params

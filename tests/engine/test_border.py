@@ -11,6 +11,7 @@ import pytest
 
 from mmserve.config import EngineConfig, ModelConfig
 from mmserve.engine.async_engine import AsyncEngine, ModelInfo
+from mmserve.model.fetch import ModelUnavailableError
 from mmserve.request import SamplingParams
 from tests.engine.tiny import build_tiny, tiny_config
 from tests.model import families
@@ -36,6 +37,14 @@ def test_a_checkpoint_s_own_sampling_is_the_default(folder: Path) -> None:
     (folder / "generation_config.json").write_text(asked)
     model = ModelConfig(model=str(folder), device="cpu")
     assert info(AsyncEngine(EngineConfig(model))).default_sampling == SamplingParams(**own)
+
+
+def test_sampling_that_no_request_could_have_is_refused_at_once(folder: Path) -> None:
+    own = {"do_sample": True, "temperature": 7.0, "top_k": -1}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    model = ModelConfig(model=str(folder), device="cpu")
+    with pytest.raises(ModelUnavailableError, match="generation_config.json is wrong: temperature"):
+        info(AsyncEngine(EngineConfig(model)))
 
 
 def test_a_native_model_is_greedy_and_isolated() -> None:
