@@ -6,6 +6,7 @@ Owns reading the files and printing. Knows nothing of flags or HTTP.
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 from mmserve.config import EngineConfig
@@ -24,6 +25,8 @@ async def _answer(config: EngineConfig, parts: list[ImagePart], question: str, l
         async for event in engine.submit("chat", prompt, params):
             print(event.text, end="", flush=True)
         print()
+        if engine.info.vision_mode == "blend":
+            print("mmserve: an approximate answer (--vision-mode blend)", file=sys.stderr)
     finally:
         await engine.stop()
 

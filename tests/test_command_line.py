@@ -225,6 +225,20 @@ def test_chat_refuses_what_is_no_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("mode", "lines"), [("blend", 1), ("prefix", 0)])
+def test_chat_says_that_a_blended_answer_is_approximate(
+    mode: str, lines: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "cat.png"
+    families.picture(3).save(file)
+    model = str(families.build("qwen2_5_vl", tmp_path))
+    flags = ("--model", model, "--max-tokens", "4", "--vision-mode", mode)
+    result = run("chat", str(file), "What is it?", *flags)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("an approximate answer") == lines
+
+
+@pytest.mark.slow
 @pytest.mark.model
 def test_chat_answers_about_a_picture(tmp_path: Path) -> None:
     from PIL import Image, ImageDraw
