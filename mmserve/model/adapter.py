@@ -8,7 +8,7 @@ outside of its modules. Knows nothing of sequences, pages or scheduling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -88,7 +88,8 @@ class Adapter:
         self.regimes = replace(regimes, turns_images=self.cross is None)
         self.layers = self._probe()
         self.groups = _groups(self.layers)
-        self._head = self._find_head()
+        self.vocab_size = len(model.get_output_embeddings().weight)  # of the logits
+        self._plain_head = self._has_plain_head()
 
     @property
     def device(self) -> torch.device:
@@ -103,11 +104,6 @@ class Adapter:
     @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the logits."""
-        return len(self.model.get_output_embeddings().weight)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, hidden]."""
@@ -140,7 +136,10 @@ class Adapter:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab] as the model's own forward makes them, caps and scales too."""
-        return self._head(hidden)
+        if not self._plain_head:
+            return self._whole_head(hidden)
+        out: Tensor = self.model.get_output_embeddings()(hidden)  # whatever stands there by now
+        return out
 
     def look(self, token_ids: tuple[int, ...], inputs: Mapping[str, Any]) -> Features:
         """What an image's run of tokens becomes, from the processor's tensors for the image."""
@@ -234,13 +233,10 @@ class Adapter:
         return probe.layers
 
     @torch.inference_mode()
-    def _find_head(self) -> Callable[[Tensor], Tensor]:
-        """The output matrix where it is all there is, else the model's forward behind its stack."""
-        matrix = self.model.get_output_embeddings()
+    def _has_plain_head(self) -> bool:
+        """Whether the output matrix is all there is behind the stack, without caps and scales."""
         hidden = torch.randn(2, self.hidden_size, device=self.device, dtype=self.dtype)
-        plain: Callable[[Tensor], Tensor] = matrix
-        found = self._whole_head(hidden)
-        return plain if torch.equal(found, matrix(hidden)) else self._whole_head
+        return torch.equal(self._whole_head(hidden), self.model.get_output_embeddings()(hidden))
 
     def _whole_head(self, hidden: Tensor) -> Tensor:
         body, self.model.model = self.model.model, _Given(hidden)
