@@ -8,7 +8,7 @@ stands before. Knows nothing of weights or pools' contents.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.engine.rows import (
-    Ints,
     Rows,
     pages_of,
     reads_of,
@@ -54,6 +53,10 @@ class StepInput(NamedTuple):
     images: list[ImageRows]
 
 
+# Text [lo, hi) and visual [lo, hi) of each row, or of the only one.
+Reads = tuple[Any, Any, Any, Any]
+
+
 class _GroupBuilder:
     """One layer group's plan in the making."""
 
@@ -68,23 +71,27 @@ class _GroupBuilder:
     ) -> None:
         self.number, self.group, self.sight = number, group, sight
         self.table, self.page_size, self.blocks = table, page_size, blocks
-        self.slots: list[Ints] = []
+        self.slots: list[Any] = []
         self.groups: list[QueryGroup] = []
 
-    def add(self, chunks: list[Chunk], rows: list[Rows], start: int) -> None:
-        """Chunks of equally many rows, the first at row `start` of the flat batch."""
+    def add(self, chunks: list[Chunk], rows: list[Rows | None], start: int) -> None:
+        """Chunks of equally many rows, the first at row `start` of the flat batch; None: the row is
+        one text token, as nearly all are while decoding."""
         pages: list[list[int]] = []
         images: list[tuple[int, PlacedImage]] = []
         counts: list[int] = []
         reads = []
         for row, (chunk, part) in enumerate(zip(chunks, rows, strict=True)):
-            lo, hi, visual_lo, visual_hi = reads_of(chunk.seq, part, self.group, self.sight)
-            reads.append((lo, hi, visual_lo, visual_hi))
+            read, slots = self._token(chunk) if part is None else self._chunk(chunk, part)
+            reads.append(read)
+            self.slots.append(slots)
+            _, hi, visual_lo, visual_hi = read
             table = chunk.seq.tables[self.number] if self.group.text else []
-            covered = -(-int(hi.max()) // self.page_size)
-            pages.append([max(page, 0) for page in table[:covered]])  # some may be given back
-            self.slots.append(slots_of(chunk, part, self.number, self.group, self.page_size))
-            first, last = int(visual_lo.min()), int(visual_hi.max())
+            covered = table[: -(-int(np.max(hi)) // self.page_size)]
+            if self.group.window is not None:
+                covered = [max(page, 0) for page in covered]  # some may be given back
+            pages.append(covered)
+            first, last = int(np.min(visual_lo)), int(np.max(visual_hi))
             seen = [
                 p
                 for p in chunk.seq.images
@@ -94,12 +101,27 @@ class _GroupBuilder:
             counts.append(len(seen))
         self.groups.append(self._query_group(start, chunks, pages, reads, images, counts))
 
+    def _chunk(self, chunk: Chunk, rows: Rows) -> tuple[Reads, Any]:
+        """What its rows read, and the slots that they are stored in."""
+        reads = reads_of(chunk.seq, rows, self.group, self.sight)
+        return reads, slots_of(chunk, rows, self.number, self.group, self.page_size)
+
+    def _token(self, chunk: Chunk) -> tuple[Reads, Any]:
+        """The same of a text token; without arrays where it reads all that is before it."""
+        group, seq, index = self.group, chunk.seq, chunk.start
+        narrow = group.window is not None or not (group.text and group.images)
+        if narrow or self.sight.whole_prompt:
+            return self._chunk(chunk, Rows.of(chunk, 1))
+        size = self.page_size
+        slot = seq.tables[self.number][index // size] * size + index % size
+        return (0, index + 1, 0, seq.visual_before(index)), [slot]
+
     def _query_group(
         self,
         start: int,
         chunks: list[Chunk],
         pages: list[list[int]],
-        reads: list[tuple[Ints, Ints, Ints, Ints]],
+        reads: list[Reads],
         images: list[tuple[int, PlacedImage]],
         counts: list[int],
     ) -> QueryGroup:
@@ -112,7 +134,8 @@ class _GroupBuilder:
         ]
         cos, sin = angles(self.table, torch.tensor(bases, dtype=torch.long, device=device))
         lo, hi, visual_lo, visual_hi = (
-            torch.from_numpy(np.stack(part)).to(device) for part in zip(*reads, strict=True)
+            torch.from_numpy(np.array(part, np.int64).reshape(len(chunks), -1)).to(device)
+            for part in zip(*reads, strict=True)
         )
 
         def ints(values: list[int]) -> Tensor:
@@ -142,6 +165,10 @@ class _GroupBuilder:
         slots = torch.from_numpy(np.concatenate(self.slots)).to(self.table.device)
         cos, sin = angles(self.table, positions)
         return AttentionPlan(slots=slots, cos=cos, sin=sin, groups=tuple(self.groups))
+
+
+def _lone(chunk: Chunk) -> bool:
+    return chunk.count == 1 and not chunk.images
 
 
 def angles(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,17 +212,26 @@ class Planner:
             _GroupBuilder(number, group, self.sight, self.table, self.page_size, self.blocks)
             for number, group in enumerate(self.groups)
         ]
-        ids: list[Ints] = []
-        positions: list[Ints] = []
-        regimes: list[Ints] = []
+        ids: list[Any] = []
+        positions: list[Any] = []
+        regimes: list[Any] = []
         last: list[int] = []
         images: list[ImageRows] = []
         total = 0
         for members in layout:
-            rows = [Rows.of(chunk, max(self.axes, 1)) for chunk in members]
+            axes = max(self.axes, 1)
+            rows = [None if _lone(chunk) else Rows.of(chunk, axes) for chunk in members]
             for builder in builders:
                 builder.add(members, rows, total)
             for chunk, part in zip(members, rows, strict=True):
+                if part is None:
+                    seq, position = chunk.seq, chunk.seq.position(chunk.start)
+                    ids.append([seq.token_ids[chunk.start]])
+                    positions.append([[position]] * axes)
+                    regimes.append([seq.course.at(position)])
+                    last.append(total)
+                    total += 1
+                    continue
                 ids.append(part.ids)
                 positions.append(part.positions)
                 regimes.append(regimes_of(chunk.seq, part))
