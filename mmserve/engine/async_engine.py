@@ -21,8 +21,9 @@ import numba
 import torch
 
 from mmserve.config import EngineConfig, ImageLimits
-from mmserve.engine.border import GREEDY
+from mmserve.engine.border import GREEDY, build_border
 from mmserve.engine.engine import Engine, Event
+from mmserve.engine.model_runner import resolve_dtype
 from mmserve.engine.sampler import validate
 from mmserve.errors import (
     ContextLengthExceededError,
@@ -32,7 +33,9 @@ from mmserve.errors import (
     TooManyImagesError,
 )
 from mmserve.metrics import Metrics
-from mmserve.model.weights import load
+from mmserve.model.hub import is_native
+from mmserve.model.loader import resolve_device
+from mmserve.model.weights import load, open_named
 from mmserve.prompt import ImagePart, Message, Prompt
 from mmserve.request import (
     Constraint,
@@ -92,13 +95,22 @@ class Generation:
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Load the model (fetching it the first time) and build an engine around it."""
+    """Load the model (fetching it the first time) and build an engine around it.
+
+    What can be refused before a public checkpoint's weights are read is refused then.
+    """
     if config.model.num_threads is not None:
         torch.set_num_threads(config.model.num_threads)
     # The compiled kernels have threads of their own, as many as the machine has cores at most.
     numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-    pools = config.cache.text_bytes + config.cache.vision_bytes
-    return Engine(config, load(config.model, pools))
+    model, pools = config.model, config.cache.text_bytes + config.cache.vision_bytes
+    device, native = resolve_device(model.device), is_native(model.model)
+    dtype = resolve_dtype(model.dtype, device, stock=not native)
+    if native:
+        return Engine(config, load(model))
+    checkpoint = open_named(model)
+    border = build_border(checkpoint, config.images, dtype=dtype)
+    return Engine(config, load(model, pools, checkpoint), border)
 
 
 class AsyncEngine:

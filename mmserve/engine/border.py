@@ -7,7 +7,7 @@ scheduling or KV.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mmserve.config import ImageLimits
@@ -38,6 +38,10 @@ class Pipeline(Protocol):
     def pixels(self, image: ImageInput) -> Any:
         """What `ModelRunner.encode` or `look` takes of a prepared image."""
 
+    def connect(self, is_resident: Callable[[bytes], bool], on_decode: Callable[[], None]) -> None:
+        """To an engine: `is_resident(digest)` says that an image's pixels will not be needed,
+        `on_decode` counts decodings. Before that nothing is resident."""
+
 
 class Template(Protocol):
     @property
@@ -56,8 +60,8 @@ class Template(Protocol):
 
 
 class Border(NamedTuple):
-    """`least_image_tokens`: what an image takes at least, known before it is looked at.
-    `sampling`: what a request gets where it says nothing."""
+    """Needs no engine, nor a public checkpoint's weights. `least_image_tokens`: what an image takes
+    at least, known before it is looked at. `sampling`: what a request gets if it says nothing."""
 
     tokenizer: Tokenizer
     template: Template
@@ -66,32 +70,24 @@ class Border(NamedTuple):
     sampling: SamplingParams
 
 
-def build_border(
-    loaded: Loaded,
-    limits: ImageLimits,
-    *,
-    dtype: str,
-    is_resident: Callable[[bytes], bool],
-    on_decode: Callable[[], None],
-) -> Border:
-    """`dtype`: how weights are held, which KV depends on. Raises ValueError for a model that
-    cannot be spoken to."""
-    names = map(loaded.tokenizer.id_to_token, sorted(loaded.eos_token_ids))
-    tokenizer = Tokenizer(loaded.tokenizer, [name for name in names if name])
-    if isinstance(loaded, LoadedCheckpoint):
-        return _of_checkpoint(loaded, tokenizer, limits, dtype, is_resident, on_decode)
-    return _native(loaded, tokenizer, limits, dtype, is_resident, on_decode)
+def build_border(model: Loaded | Checkpoint, limits: ImageLimits, *, dtype: str) -> Border:
+    """`dtype`: how weights are held, which KV depends on. A checkpoint's needs no weights, and is
+    the same loaded or not. Raises ValueError or `ModelUnavailableError` for a model that cannot be
+    spoken to."""
+    if isinstance(model, LoadedModel):
+        return _native(model, limits, dtype)
+    checkpoint = model.checkpoint if isinstance(model, LoadedCheckpoint) else model
+    return _of_checkpoint(checkpoint, limits, dtype)
 
 
-def _native(
-    loaded: LoadedModel,
-    tokenizer: Tokenizer,
-    limits: ImageLimits,
-    dtype: str,
-    is_resident: Callable[[bytes], bool],
-    on_decode: Callable[[], None],
-) -> Border:
+def _tokenizer(backend: Any, eos_token_ids: Iterable[int]) -> Tokenizer:
+    names = map(backend.id_to_token, sorted(eos_token_ids))
+    return Tokenizer(backend, [name for name in names if name])
+
+
+def _native(loaded: LoadedModel, limits: ImageLimits, dtype: str) -> Border:
     spec = loaded.spec
+    tokenizer = _tokenizer(loaded.tokenizer, loaded.eos_token_ids)
     template = ChatTemplate(
         tokenizer,
         system=spec.system_prompt,
@@ -107,21 +103,12 @@ def _native(
             ("dtype", dtype.encode()),
             ("size", str(spec.image_size).encode()),
         ),
-        is_resident=is_resident,
-        on_decode=on_decode,
     )
     return Border(tokenizer, template, pipeline, spec.num_image_tokens, GREEDY)
 
 
-def _of_checkpoint(
-    loaded: LoadedCheckpoint,
-    tokenizer: Tokenizer,
-    limits: ImageLimits,
-    dtype: str,
-    is_resident: Callable[[bytes], bool],
-    on_decode: Callable[[], None],
-) -> Border:
-    checkpoint = loaded.checkpoint
+def _of_checkpoint(checkpoint: Checkpoint, limits: ImageLimits, dtype: str) -> Border:
+    tokenizer = _tokenizer(checkpoint.tokenizer.backend_tokenizer, checkpoint.eos_token_ids)
     template = HubTemplate(
         checkpoint.processor,
         chat_template=checkpoint.chat_templates,
@@ -137,8 +124,6 @@ def _of_checkpoint(
         template,
         checkpoint.config,
         settings_id=fingerprint(("weights", checkpoint.weights_id), ("dtype", dtype.encode())),
-        is_resident=is_resident,
-        on_decode=on_decode,
     )
     return Border(tokenizer, template, pipeline, 1, sampling)
 

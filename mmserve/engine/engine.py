@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
-from mmserve.engine.border import build_border
+from mmserve.engine.border import Border, build_border
 from mmserve.engine.grammar import Grammars, Matcher
 from mmserve.engine.live import Live
 from mmserve.engine.meter import board_meter, step_work
@@ -49,23 +49,20 @@ class Flight(NamedTuple):
 class Engine:
     """Requests in (`add`, `abort`), events out (`step`)."""
 
-    def __init__(self, config: EngineConfig, loaded: Loaded) -> None:
+    def __init__(self, config: EngineConfig, loaded: Loaded, border: Border | None = None) -> None:
+        """`border`: the model's, where it was built before the weights were loaded."""
         self.name = loaded.name
         self.max_model_len = loaded.max_model_len
         self.metrics = Metrics()
         self.energy = board_meter(loaded, self.metrics)
         self.runner = build_runner(loaded, config)
         self.scheduler = build_scheduler(config, self.runner, loaded.max_model_len)
-        border = build_border(
-            loaded,
-            config.images,
-            dtype=self.runner.dtype,
-            is_resident=self.runner.knows
-            if self.runner.in_context
-            else self.scheduler.holdings.is_stored,
-            on_decode=self.metrics.image_decodes.inc,
-        )
+        border = border or build_border(loaded, config.images, dtype=self.runner.dtype)
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
+        self.pipeline.connect(
+            self.runner.knows if self.runner.in_context else self.scheduler.holdings.is_stored,
+            self.metrics.image_decodes.inc,
+        )
         self.default_sampling = border.sampling
         # Tokens that can be chosen, and can be spoken of.
         self.vocab_size = min(self.tokenizer.vocab_size, self.runner.adapter.vocab_size)

@@ -55,8 +55,7 @@ class _Facts:
 
 
 class ProcessorPipeline:
-    """The face of `VisionPipeline`. `is_resident(digest)` says whether the vision pool holds KV of
-    an image; `on_decode` counts decodings."""
+    """The face of `VisionPipeline`."""
 
     def __init__(
         self,
@@ -66,16 +65,13 @@ class ProcessorPipeline:
         config: Any,
         *,
         settings_id: bytes,
-        is_resident: Callable[[bytes], bool] = lambda _: False,
-        on_decode: Callable[[], None] = lambda: None,
         max_known: int = 4096,
     ) -> None:
         """`config` is the model's; `settings_id` stands for weights, dtype and whatever else KV
         depends on. Raises `ModelUnavailableError` when the processor writes images into a text in
         a way that is not known here."""
         self.limits = limits
-        self.is_resident = is_resident
-        self.on_decode = on_decode
+        self.connect(lambda _: False, lambda: None)
         self._processor = processor
         self._template = template
         self._config = config
@@ -101,6 +97,11 @@ class ProcessorPipeline:
             raise ModelUnavailableError(
                 f"{type(processor).__name__} does not take a few small images: {first_line(error)}"
             ) from error
+
+    def connect(self, is_resident: Callable[[bytes], bool], on_decode: Callable[[], None]) -> None:
+        """To an engine; before that no image is resident."""
+        self.is_resident = is_resident
+        self.on_decode = on_decode
 
     def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> HubImage:
         """Check and identify one image; decode and process it unless its KV and shape are known.
@@ -275,6 +276,9 @@ class NoImagePipeline:
 
     def pixels(self, image: ImageInput) -> Mapping[str, Any]:
         raise AssertionError("an image of a model that takes none")
+
+    def connect(self, is_resident: Callable[[bytes], bool], on_decode: Callable[[], None]) -> None:
+        pass
 
 
 class _Hearing:

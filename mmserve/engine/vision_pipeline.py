@@ -28,13 +28,15 @@ class VisionPipeline:
         size: int,
         num_tokens: int,
         settings_id: bytes,
-        is_resident: Callable[[bytes], bool],
-        on_decode: Callable[[], None],
     ) -> None:
         self.limits = limits
         self.size = size
         self.num_tokens = num_tokens
         self.settings_id = settings_id
+        self.connect(lambda _: False, lambda: None)
+
+    def connect(self, is_resident: Callable[[bytes], bool], on_decode: Callable[[], None]) -> None:
+        """To an engine; before that no image is resident."""
         self.is_resident = is_resident
         self.on_decode = on_decode
 

@@ -85,6 +85,11 @@ class Checkpoint:
         weights = f"weights in {str(dtype).removeprefix('torch.')}"
         parts = {weights: self.weights_bytes(dtype)} | ({"KV pools": pools} if pools else {})
         memory.require(self.name, parts, device, memory.free_bytes(device))
+        if self.source.gguf is not None and device.type != "cpu":
+            # transformers makes plain numbers of all tensors there before it moves the first.
+            host = torch.device("cpu")
+            unpacked = {"unpacked weights": self.weights_bytes(torch.float32)}
+            memory.require(self.name, unpacked, host, memory.free_bytes(host))
 
 
 def open_checkpoint(

@@ -16,10 +16,11 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mmserve.config import ModelConfig
+from mmserve.errors import first_line
 from mmserve.model.checkpoint import Checkpoint, open_checkpoint
 from mmserve.model.fetch import ModelUnavailableError
+from mmserve.model.hub import is_native
 from mmserve.model.loader import LoadedModel, load_model, resolve_device
-from mmserve.model.supported import MODELS
 
 
 @dataclass(frozen=True)
@@ -57,24 +58,32 @@ class LoadedCheckpoint:
 Loaded = LoadedModel | LoadedCheckpoint
 
 
-def load(cfg: ModelConfig, pool_bytes: int = 0) -> Loaded:
-    """Loads what `cfg` names; `pool_bytes` of KV must fit beside a checkpoint's weights.
+def open_named(cfg: ModelConfig) -> Checkpoint:
+    """The public checkpoint that `cfg` names, checked up to the first byte of weights.
 
-    Raises `ModelUnavailableError`, and `ValueError` for a configuration that does not fit.
+    Raises as `load` does.
     """
-    if cfg.model.endswith(".json") or (MODELS / f"{cfg.model}.json").is_file():
-        return load_model(cfg)
-    device = resolve_device(cfg.device)
-    checkpoint = open_checkpoint(
+    return open_checkpoint(
         cfg.model,
         max_model_len=cfg.max_model_len,
         rope_scaling=cfg.rope_scaling,
         processor_kwargs=cfg.processor_kwargs,
         chat_template=cfg.chat_template,
     )
+
+
+def load(cfg: ModelConfig, pool_bytes: int = 0, checkpoint: Checkpoint | None = None) -> Loaded:
+    """Loads what `cfg` names; `pool_bytes` of KV must fit beside a checkpoint's weights.
+
+    `checkpoint`: what `open_named` made of it, where that has been called. Raises
+    `ModelUnavailableError`, and `ValueError` for a configuration that does not fit.
+    """
+    if is_native(cfg.model):
+        return load_model(cfg)
+    device = resolve_device(cfg.device)
     half = device.type == "cuda" and cfg.dtype in ("auto", "bfloat16")
     dtype = torch.bfloat16 if half else torch.float32
-    return load_checkpoint(checkpoint, dtype, device, pool_bytes)
+    return load_checkpoint(checkpoint or open_named(cfg), dtype, device, pool_bytes)
 
 
 def load_checkpoint(
@@ -96,11 +105,13 @@ def load_checkpoint(
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            device_map={"": device},  # shard by shard: the host need not hold all of them
             **extra,
         )
     except Exception as error:  # weights of other shapes, a dtype that a model does not take
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelUnavailableError(f"{checkpoint.name} cannot be loaded: {line}") from error
+        raise ModelUnavailableError(
+            f"{checkpoint.name} cannot be loaded: {first_line(error)}"
+        ) from error
     finally:
         if shown:
             bars.enable_progress_bar()
@@ -108,4 +119,4 @@ def load_checkpoint(
         raise ModelUnavailableError(
             f"{checkpoint.name} lacks {len(missing)} of its tensors, {missing[0]} among them"
         )
-    return LoadedCheckpoint(lm.eval().requires_grad_(False).to(device), checkpoint, device)
+    return LoadedCheckpoint(lm.eval().requires_grad_(False), checkpoint, device)

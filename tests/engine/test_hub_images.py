@@ -148,12 +148,8 @@ def test_only_onevision_minds_how_many_images_there_are(opened: Open) -> None:
 def test_a_known_image_is_not_decoded_again(opened: Open) -> None:
     decoded: list[None] = []
     resident: set[bytes] = set()
-    made = pipeline(
-        opened("qwen2_5_vl"),
-        is_resident=resident.__contains__,
-        on_decode=lambda: decoded.append(None),
-    )
-    decoded.clear()
+    made = pipeline(opened("qwen2_5_vl"))
+    made.connect(resident.__contains__, lambda: decoded.append(None))
     first = made.prepare(png(SMALL))
     assert (len(decoded), first.inputs is None) == (1, False)
     resident.add(first.digest)
@@ -170,19 +166,15 @@ def test_a_known_image_is_not_decoded_again(opened: Open) -> None:
 
 
 def test_an_image_known_to_the_pool_alone_is_decoded(opened: Open) -> None:
-    made = pipeline(opened("llava"), is_resident=lambda _: True)
+    made = pipeline(opened("llava"))
+    made.connect(lambda _: True, lambda: None)
     assert made.prepare(png(SMALL)).inputs is not None
 
 
 def test_what_is_remembered_is_bounded(opened: Open) -> None:
     decoded: list[None] = []
-    made = pipeline(
-        opened("llava"),
-        is_resident=lambda _: True,
-        on_decode=lambda: decoded.append(None),
-        max_known=2,
-    )
-    decoded.clear()
+    made = pipeline(opened("llava"), max_known=2)
+    made.connect(lambda _: True, lambda: decoded.append(None))
     for seed in (0, 1, 2, 2, 1, 0):
         made.prepare(png(families.picture(seed)))
     assert len(decoded) == 4  # the last was forgotten for the third

@@ -80,8 +80,8 @@ def open_border(
         template,
         checkpoint.config,
         settings_id=checkpoint.weights_id,
-        is_resident=is_resident,
     )
+    pipeline.connect(is_resident, lambda: None)
     return Border(checkpoint, template, pipeline)
 
 

@@ -290,6 +290,19 @@ def test_settings_that_the_image_processor_does_not_have_are_refused(built: Path
     assert "takes no images" in complaint(text, processor_kwargs={"max_pixels": 3})
 
 
+def test_a_gguf_file_for_a_gpu_has_to_fit_into_the_host_s_memory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_checkpoint(str(tiny_gguf.write(tmp_path / "tiny.gguf")))
+    size = opened.weights_bytes(torch.float32)
+    free = {"cpu": size, "cuda": size}
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free[device.type])
+    opened.require_memory(torch.bfloat16, torch.device("cuda"))
+    free["cpu"] -= 1
+    with pytest.raises(ModelUnavailableError, match="unpacked weights.* free on cpu"):
+        opened.require_memory(torch.bfloat16, torch.device("cuda"))
+
+
 def test_too_little_memory_is_refused_with_the_numbers(
     built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
