@@ -33,6 +33,7 @@ from mmserve.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 OBSERVE_EVERY_S = 0.25  # counting evictable pages walks the whole prefix tree
+MAX_KEYS = 4096  # images of which is known where they were computed last
 
 Event = tuple[str, TokenEvent]  # (request id, what happened)
 
@@ -59,10 +60,8 @@ class Engine:
         self.scheduler = build_scheduler(config, self.runner, loaded.max_model_len)
         border = border or build_border(loaded, config.images, dtype=self.runner.dtype)
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
-        self.pipeline.connect(
-            self.runner.knows if self.runner.in_context else self.scheduler.holdings.is_stored,
-            self.metrics.image_decodes.inc,
-        )
+        self._last_keys: dict[bytes, bytes] = {}  # by digest, of images computed in their context
+        self.pipeline.connect(self._is_resident, self.metrics.image_decodes.inc)
         self.default_sampling = border.sampling
         # Tokens that can be chosen, and can be spoken of.
         self.vocab_size = min(self.tokenizer.vocab_size, self.runner.adapter.vocab_size)
@@ -98,6 +97,8 @@ class Engine:
         )
         room = min(self.max_model_len - seq.length, self.scheduler.text_capacity - seq.num_tokens)
         seq.token_limit = min(seq.token_limit, seq.num_tokens + room)
+        for image in request.images:
+            self.runner.touch(image.digest)
         if not self._live:
             self.energy.idle()
         self._live[request.id] = Live(seq, self.tokenizer, matcher)
@@ -141,12 +142,22 @@ class Engine:
             self.metrics.vision_encoder_runs.inc(new)
             self.metrics.vision_kv_writes.inc(job.image.part_of is None)
 
+    def _is_resident(self, digest: bytes) -> bool:
+        """Whether an image's pixels are not needed; where it is computed in its context, if that is
+        the one that it was last computed in: for another, a step makes them. Any thread may ask."""
+        stored = self.scheduler.holdings.is_stored(self._last_keys.get(digest, digest))
+        return stored or (self.runner.in_context and self.runner.knows(digest))
+
     def _pixels(self, image: ImageInput) -> Any:
         return None if self.runner.knows(image.digest) else self.pipeline.pixels(image)
 
     def _look(self, context: ContextImage) -> None:
         """Have an image's features ready for the chunk that computes it; failures as above."""
         placed, runner = context.placed, self.runner
+        self._last_keys.pop(placed.image.digest, None)
+        self._last_keys[placed.image.digest] = placed.key
+        if len(self._last_keys) > MAX_KEYS:
+            del self._last_keys[next(iter(self._last_keys))]
         if not runner.knows(placed.image.digest) and self._try_image(
             placed.key, lambda: runner.look(placed.image, self.pipeline.pixels(placed.image))
         ):

@@ -33,6 +33,11 @@ class FeatureCache:
         self._kept.move_to_end(digest)
         return self._kept[digest]
 
+    def touch(self, digest: bytes) -> None:
+        """What is kept is used now."""
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+
     def trim(self) -> None:
         """Forget what was used longest ago, down to the limit."""
         while self._bytes > self._max_bytes:

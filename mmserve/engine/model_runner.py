@@ -243,6 +243,10 @@ class ModelRunner:
         """Whether an image need not be looked at (again). May be asked on any thread."""
         return digest in self._features
 
+    def touch(self, digest: bytes) -> None:
+        """An image is in use, even if its KV is found and its features are not needed."""
+        self._features.touch(digest)
+
     @torch.inference_mode()
     def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
         """Compute the batch's text and its images in context; None when nothing is to be sampled.

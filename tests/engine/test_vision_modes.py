@@ -36,14 +36,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(
-    folder: Path, mode: str, *, head: int = 16, declared: bool = False, **steps: int
+    folder: Path,
+    mode: str,
+    *,
+    head: int = 16,
+    declared: bool = False,
+    feature_bytes: int = 1 << 22,
+    **steps: int,
 ) -> Driver:
     model = ModelConfig(model=str(folder), device="cpu", vision_mode=mode, blend_tokens=head)
     loaded = load(model)
     if declared:
         assert isinstance(loaded, LoadedCheckpoint)
         loaded.lm.config.mmserve_vision_mode = "isolated"
-    cache = CacheConfig(text_bytes=1 << 22, vision_bytes=1 << 22)
+    cache = CacheConfig(text_bytes=1 << 22, vision_bytes=1 << 22, feature_bytes=feature_bytes)
     return Driver(Engine(EngineConfig(model, cache, SchedulerConfig(**steps)), loaded))
 
 
@@ -125,6 +131,49 @@ def test_in_blend_mode_the_head_is_as_in_prefix_mode_and_the_tail_as_isolated(
     torch.testing.assert_close(stored["blend"][:, :, :, :16], stored["prefix"][:, :, :, :16])
     torch.testing.assert_close(stored["blend"][:, :, :, 16:], stored["isolated"][:, :, :, 16:])
     assert not torch.allclose(stored["blend"][:, :, :, 16:], stored["prefix"][:, :, :, 16:])
+
+
+@pytest.mark.parametrize("feature_bytes", [0, 1 << 22])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("qwen2_5_vl", "prefix"), ("qwen2_5_vl", "blend"), ("gemma3", "prefix"), ("mllama", "auto")],
+)
+def test_a_prompt_that_comes_again_decodes_no_image(
+    name: str, mode: str, feature_bytes: int, folders: Path
+) -> None:
+    driver = serve(families.build(name, folders), mode, feature_bytes=feature_bytes)
+    answers = [ask(driver, CASES[0])[0] for _ in range(3)]
+    assert answers[0] == answers[1] == answers[2]
+    _, decodes, _ = driver.counts()
+    assert decodes == 1
+
+
+def test_an_image_whose_features_are_forgotten_is_decoded_for_another_context(
+    folders: Path,
+) -> None:
+    folder = families.build("qwen2_5_vl", folders)
+    driver = serve(folder, "prefix", feature_bytes=0)
+    other = ("Elsewhere:", PICTURE, "?")
+    ask(driver, CASES[0])
+    tokens, _ = ask(driver, other)
+    assert driver.counts()[1] == 2
+    assert tokens == ask(serve(folder, "prefix"), other)[0]
+
+
+def test_features_in_use_outlive_others(folders: Path) -> None:
+    driver = serve(families.build("qwen2_5_vl", folders), "prefix")
+    first, second, third = (families.picture(seed, 56, 56) for seed in (1, 2, 3))
+    used, idle = (
+        s.image.digest for s in segments(driver, (first, second)) if isinstance(s, ImageSegment)
+    )
+    for picture_ in (first, second):
+        ask(driver, ("a", picture_, "b"))
+    runner = driver.engine.runner
+    runner._features._max_bytes = runner._features._bytes  # two images'
+    ask(driver, ("a", first, "b"))  # its KV is found
+    ask(driver, ("a", third, "b"))
+    assert runner.knows(used)
+    assert not runner.knows(idle)
 
 
 def test_head_and_tail_are_counted_as_one_image(folders: Path) -> None:
