@@ -18,6 +18,7 @@ from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConf
 from mmserve.engine.feature_cache import FeatureCache
 from mmserve.engine.plan import Planner, StepInput
 from mmserve.engine.vision_mode import vision_mode
+from mmserve.errors import first_line
 from mmserve.kernels.chain import has_kernels
 from mmserve.kernels.reference import AttentionPlan, angle_table, rope_table, write_kv
 from mmserve.model import attention
@@ -291,9 +292,8 @@ def _adapt(lm: Any, loaded: Loaded) -> Adapter:
     try:
         return Adapter(lm, loaded.rope_scaling)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{loaded.name} cannot be served ({type(lm).__name__}): {reason}"
+            f"{loaded.name} cannot be served ({type(lm).__name__}): {first_line(error)}"
         ) from error
 
 
