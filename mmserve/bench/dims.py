@@ -25,9 +25,10 @@ class TextDims:
 
 @dataclass(frozen=True)
 class TowerDims:
-    """`latent_grid` None: every patch is a token. LLaVA reads the layer before the last: 23."""
+    """`latent_grid` None: every patch is a token. LLaVA reads the layer before the last: 23.
+    Qwen's tower joins four patches to a token itself."""
 
-    family: str  # siglip | clip
+    family: str  # siglip | clip | qwen2.5-vl
     layers: int
     hidden: int
     heads: int
@@ -61,6 +62,9 @@ LLAMA_7B = TextDims("llama", 32, 4096, 32, 32, 128, 11008, 32064, 1e4)
 
 SO400M = TowerDims("siglip", 27, 1152, 16, 4304, patch=14, image_size=980, latent_grid=(8, 8))
 CLIP_L = TowerDims("clip", 23, 1024, 16, 4096, patch=14, image_size=336, latent_grid=None)
+QWEN_VIT = TowerDims(
+    "qwen2.5-vl", 32, 1280, 16, 3420, patch=14, image_size=980, latent_grid=(35, 35)
+)
 NO_TOWER = TowerDims("siglip", 1, 64, 1, 64, patch=14, image_size=56, latent_grid=(2, 2))
 
 SHAPES = {
@@ -68,6 +72,7 @@ SHAPES = {
     for shape in (
         ModelShape("mistral-7b", MISTRAL_7B, NO_TOWER),
         ModelShape("qwen2.5-7b", QWEN_7B, NO_TOWER),
+        ModelShape("qwen2.5-vl-7b", QWEN_7B, QWEN_VIT),  # positions counted singly, not by axis
         ModelShape("idefics2-8b", MISTRAL_7B, SO400M),
         ModelShape("llava-7b", LLAMA_7B, CLIP_L),
     )

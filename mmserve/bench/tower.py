@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+)
 
 from mmserve.bench.dims import TowerDims
+from mmserve.model import span_attention
 from mmserve.vision.encoder import EncoderConfig
 from mmserve.vision.model import VisionConfig, VisionModel
 from mmserve.vision.perceiver import CompressorConfig, PerceiverCompressor, Source
@@ -31,12 +36,15 @@ class ShapedVision(VisionModel):
         nn.Module.__init__(self)
         self.config = _config(dims, hidden_size)
         parts: Any = self
-        parts.visual = _Tower(dims)
-        parts.resampler = (
-            PerceiverCompressor(self.config.compressor)
-            if dims.latent_grid
-            else _PatchProjection(dims.hidden, hidden_size)
-        )
+        if dims.family == "qwen2.5-vl":
+            parts.visual, parts.resampler = _QwenTower(dims, hidden_size), nn.Identity()
+        else:
+            parts.visual = _Tower(dims)
+            parts.resampler = (
+                PerceiverCompressor(self.config.compressor)
+                if dims.latent_grid
+                else _PatchProjection(dims.hidden, hidden_size)
+            )
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=DEVIATION)
@@ -74,6 +82,38 @@ class _Tower(nn.Module):
         patches: Tensor = self.trunk(pixel_values=pixels.to(dtype)).last_hidden_state
         patches = patches[:, -(self._side**2) :]  # without CLIP's class token
         return [patches.transpose(1, 2).reshape(len(patches), -1, self._side, self._side)]
+
+
+class _QwenTower(nn.Module):
+    """pixels [1, 3, H, W], any float dtype -> visual tokens [1, n, hidden_size]."""
+
+    def __init__(self, dims: TowerDims, hidden_size: int) -> None:
+        super().__init__()
+        self._patch, self._side = dims.patch, dims.side
+        full = range(dims.layers // 4 - 1, dims.layers, max(dims.layers // 4, 1))
+        config = Qwen2_5_VLVisionConfig(
+            depth=dims.layers,
+            hidden_size=dims.hidden,
+            intermediate_size=dims.mlp,
+            num_heads=dims.heads,
+            patch_size=dims.patch,
+            window_size=8 * dims.patch,
+            out_hidden_size=hidden_size,
+            fullatt_block_indexes=[n for n in full if n >= 0],
+        )
+        self.trunk = Qwen2_5_VisionTransformerPretrainedModel._from_config(config)
+        span_attention.install(self)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Patches in the order of the model's processor: four that become a token together."""
+        size, half = self._patch, self._side // 2
+        image = pixels.to(next(self.parameters()).dtype)[0, :, : 2 * half * size, : 2 * half * size]
+        cut = image.view(3, half, 2, size, half, 2, size).permute(1, 4, 2, 5, 0, 3, 6)
+        twice = cut.unsqueeze(5).expand(-1, -1, -1, -1, -1, 2, -1, -1)  # a still picture
+        grid = torch.tensor([[1, 2 * half, 2 * half]], device=pixels.device)
+        out: Any = self.trunk(twice.reshape(4 * half * half, -1), grid_thw=grid)
+        tokens = getattr(out, "pooler_output", out)
+        return (torch.cat(list(tokens)) if isinstance(tokens, (list, tuple)) else tokens)[None]
 
 
 class _PatchProjection(nn.Module):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from PIL import Image
+from transformers import AutoModelForCausalLM, Qwen2VLImageProcessor
 
-from mmserve.bench.dims import CLIP_L, SHAPES, SO400M, TowerDims
+from mmserve.bench.dims import CLIP_L, QWEN_VIT, SHAPES, SO400M, TowerDims
 from mmserve.bench.shapes import build_shape, padded_tokenizer, text_config
 from mmserve.tokenizer import Tokenizer
 from tests.bench.tiny import PATCHES, SHAPE, TOWER
 
 CPU = torch.device("cpu")
+SPANS = TowerDims("qwen2.5-vl", 4, 32, 2, 48, patch=14, image_size=140, latent_grid=(5, 5))
 
 
 @pytest.mark.parametrize(
@@ -36,9 +39,10 @@ def test_a_shape_has_as_many_weights_as_the_model_it_is_named_after(
 def test_images_become_as_many_tokens_as_in_the_models() -> None:
     assert (SO400M.side**2, SO400M.num_tokens) == (4900, 64)
     assert CLIP_L.num_tokens == 576
+    assert (QWEN_VIT.side**2, QWEN_VIT.num_tokens) == (4 * 1225, 1225)
 
 
-@pytest.mark.parametrize("tower", [TOWER, PATCHES])
+@pytest.mark.parametrize("tower", [TOWER, PATCHES, SPANS])
 @pytest.mark.parametrize("family", ["mistral", "llama", "qwen2"])
 def test_an_image_becomes_finite_tokens_of_the_decoder_s_width(
     family: str, tower: TowerDims
@@ -51,6 +55,23 @@ def test_an_image_becomes_finite_tokens_of_the_decoder_s_width(
     assert tokens.shape == (2, loaded.spec.num_image_tokens, text.hidden)
     assert loaded.spec.num_image_tokens == tower.num_tokens
     assert tokens.isfinite().all() and not torch.equal(tokens[0], tokens[1])
+
+
+def test_a_tower_of_spans_sees_patches_where_the_models_processor_puts_them() -> None:
+    """One patch is bright; its token, and no other, is the one the processor's order says."""
+    vision = build_shape(dataclasses.replace(SHAPE, vision=SPANS), CPU, torch.float32).vision
+    dark = torch.zeros(1, 3, 140, 140, dtype=torch.uint8)
+    light = dark.clone()
+    light[..., 14 * 7 : 14 * 8, 14 * 3 : 14 * 4] = 255  # patch row 7, column 3
+    processor = Qwen2VLImageProcessor(min_pixels=1, do_rescale=True)
+    made = processor(Image.fromarray(light[0].permute(1, 2, 0).numpy()), return_tensors="pt")
+    seen: list[torch.Tensor] = []
+    parts: Any = vision
+    parts.visual.trunk.patch_embed.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    vision.encode(light)
+    assert made["image_grid_thw"].tolist() == [[1, 10, 10]]
+    bright = [x.flatten(1).amax(1) > 0 for x in (seen[0], made["pixel_values"])]
+    assert torch.equal(*bright) and int(bright[0].sum()) == 1
 
 
 def test_equal_seeds_make_equal_weights() -> None:
