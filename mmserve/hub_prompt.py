@@ -16,7 +16,15 @@ import jinja2
 
 from mmserve.errors import RequestError, first_line
 from mmserve.guarded import GuardedEncoder, Quotes
-from mmserve.prompt import ROLES, ImagePart, Message, Prompt, TextPart, TokensPart
+from mmserve.prompt import (
+    ROLES,
+    ImagePart,
+    Message,
+    Prompt,
+    TextPart,
+    TokensPart,
+    check_messages,
+)
 from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
 from mmserve.tools import HERMES, ToolFormat
 
@@ -96,7 +104,10 @@ class HubTemplate:
         message, which must be the assistant's. `tools` are function descriptions for the template.
         Raises `RequestError` for what the template, or the model, does not take.
         """
-        self._check(messages, continue_final)
+        check_messages(messages, continue_final)
+        for part in (part for message in messages for part in message.parts):
+            if isinstance(part, ImagePart) and not self.takes_images:
+                raise RequestError("this model takes no images", param=part.param)
         quotes = self._quotes(messages)
         conversation = [self._message(message, quotes) for message in messages]
         text = self._write(conversation, quotes.tree(list(tools)) or None, continue_final)
@@ -130,23 +141,6 @@ class HubTemplate:
         adds the first one where its template did not."""
         first = self._tokenizer.bos_token
         return self._is_processor and not (first is not None and text.startswith(first))
-
-    def _check(self, messages: Sequence[Message], continue_final: bool) -> None:
-        if not messages:
-            raise RequestError("messages is empty; at least one is needed", param="messages")
-        for i, message in enumerate(messages):
-            if message.role not in ROLES:
-                raise RequestError(
-                    f"role {message.role!r} is none of {', '.join(ROLES)}",
-                    param=f"messages[{i}].role",
-                )
-            for part in message.parts:
-                if isinstance(part, ImagePart) and not self.takes_images:
-                    raise RequestError("this model takes no images", param=part.param)
-        if continue_final and messages[-1].role != "assistant":
-            raise RequestError(
-                "only a last message of role 'assistant' can be continued", param="messages"
-            )
 
     def _message(self, message: Message, quotes: Quotes) -> dict[str, Any]:
         """As templates take it: content is a string, or a list of text and image items."""

@@ -72,6 +72,23 @@ ROLES = {
 }
 
 
+def check_messages(messages: Sequence[Message], continue_final: bool) -> None:
+    """What every template asks of a conversation. Raises `RequestError` when there is no message, a
+    role is unknown or there is nothing to continue."""
+    if not messages:
+        raise RequestError("messages is empty; at least one is needed", param="messages")
+    for i, message in enumerate(messages):
+        if message.role not in ROLES:
+            raise RequestError(
+                f"role {message.role!r} is none of {', '.join(ROLES)}",
+                param=f"messages[{i}].role",
+            )
+    if continue_final and messages[-1].role != "assistant":
+        raise RequestError(
+            "only a last message of role 'assistant' can be continued", param="messages"
+        )
+
+
 class ChatTemplate:
     """The ChatML form: `<|im_start|>role`, newline, content, `<|im_end|>`, newline.
 
@@ -118,18 +135,7 @@ class ChatTemplate:
         the first system message. Raises `RequestError` when there is no message, a
         role is unknown or there is nothing to continue.
         """
-        if not messages:
-            raise RequestError("messages is empty; at least one is needed", param="messages")
-        for i, message in enumerate(messages):
-            if message.role not in ROLES:
-                raise RequestError(
-                    f"role {message.role!r} is none of {', '.join(ROLES)}",
-                    param=f"messages[{i}].role",
-                )
-        if continue_final and messages[-1].role != "assistant":
-            raise RequestError(
-                "only a last message of role 'assistant' can be continued", param="messages"
-            )
+        check_messages(messages, continue_final)
         count = sum(isinstance(part, ImagePart) for m in messages for part in m.parts)
         assert count == len(images), f"{count} image parts, {len(images)} images"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ from mmserve.prompt import ImagePart, Message, TextPart, TokensPart
 from mmserve.request import ImageSegment, TextSegment
 from mmserve.tools import HERMES
 from tests.model import families
-from tests.model.border import Border, Parts, flat, message, open_border
-
-Open = Callable[[str], Border]
+from tests.model.border import Border, Open, Parts, flat, message, open_border, opener, template_of
 
 SMALL, WIDE, TALL = (families.picture(0), families.picture(1, 120, 40), families.picture(2, 33, 90))
 CASES: dict[str, Parts] = {
@@ -76,24 +73,11 @@ QWEN_2_5 = (
 
 @pytest.fixture(scope="session")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Open:
-    folder, known = tmp_path_factory.mktemp("families"), {}
-
-    def get(name: str) -> Border:
-        if name not in known:
-            known[name] = open_border(families.build(name, folder))
-        return known[name]
-
-    return get
+    return opener(tmp_path_factory.mktemp("families"))
 
 
 def with_template(border: Border, text: str) -> HubTemplate:
-    checkpoint = border.checkpoint
-    return HubTemplate(
-        checkpoint.processor,
-        chat_template=text,
-        takes_images=checkpoint.takes_images,
-        image_token_id=checkpoint.image_token_id,
-    )
+    return template_of(border.checkpoint, text)
 
 
 def text_ids(border: Border, prompt: Any) -> list[int]:

@@ -16,7 +16,16 @@ import numpy as np
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.engine import plan
 from mmserve.engine.plan import ImageRows
-from mmserve.engine.rows import Rows, pages_of, reads_of, regimes_of, slots_of, turning_row
+from mmserve.engine.rows import (
+    Rows,
+    pages_of,
+    reads_of,
+    regimes_of,
+    seen_alone,
+    slots_in,
+    slots_of,
+    turning_row,
+)
 from mmserve.kernels import work
 from mmserve.kernels.reference import NOWHERE, vision_slot
 from mmserve.scheduler.batch import Chunk
@@ -109,14 +118,10 @@ class CUDALayout:
             rows[1 + self.axes] = regime
         readers = []
         for number, (group, held) in enumerate(zip(self.groups, pages, strict=True)):
-            lo, hi = index * 0, index * 0 + num_tokens
-            if not self.sight.whole_images:
-                hi = index + 1
-                lo = lo if group.window is None else np.maximum(hi - group.window, 0)
             mine = np.array(held, np.int32)
-            rows[number - len(self.groups)] = vision_slot(_slots(mine, index, self.page_size))
+            rows[number - len(self.groups)] = vision_slot(slots_in(mine, index, self.page_size))
             part = work.ImagePart(key, mine, num_tokens, 0, None)
-            reads = (index * 0, index * 0, lo, hi)
+            reads = (index * 0, index * 0, *seen_alone(num_tokens, group, self.sight))
             readers.append([work.Reader(0, num_tokens, reads, NO_PAGES, (part,))])
         return Layout(rows, readers, [num_tokens - 1], [])
 
@@ -278,8 +283,3 @@ def _reader(
         return work.Reader(row, count, reads, pages, images)
     passed = (reads[0] if count == 1 else int(reads[0].min())) // size
     return work.Reader(row, count, reads, pages[passed:], images, first_page=passed)
-
-
-def _slots(pages: Any, index: Any, page_size: int) -> Any:
-    """Where the tokens `index` [T] of a sequence with these pages stand in its pool."""
-    return pages[index // page_size] * page_size + index % page_size

@@ -17,6 +17,7 @@ from mmserve.cache.pool_sizes import text_budgets, vision_budgets
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.feature_cache import FeatureCache
 from mmserve.engine.plan import Planner, StepInput
+from mmserve.engine.rows import slots_in
 from mmserve.engine.vision_mode import vision_mode
 from mmserve.errors import first_line
 from mmserve.kernels.chain import has_kernels
@@ -89,7 +90,6 @@ class ModelRunner:
             page_size=cache.page_size,
         )
         self.in_context = self.mode.in_context
-        self.eos_token_ids = sorted(loaded.eos_token_ids)
         self.table, blocks = self._table(loaded.max_model_len)
         self._places = attention.places(self.groups)
         self._planner = Planner(
@@ -225,7 +225,7 @@ class ModelRunner:
         for layer, *new in self.adapter.cross.project(states):
             group, number = self._places[layer]
             pages = torch.tensor(job.pages[group], device=self.device)
-            slots = pages[index // size] * size + index % size
+            slots = slots_in(pages, index, size)
             for pool, tensor in zip(self.vision[group].layer(number), new, strict=True):
                 write_kv(pool, slots, tensor)
 

@@ -20,6 +20,8 @@ from mmserve.engine.rows import (
     pages_of,
     reads_of,
     regimes_of,
+    seen_alone,
+    slots_in,
     slots_of,
     turning_row,
 )
@@ -112,8 +114,7 @@ class _GroupBuilder:
         narrow = group.window is not None or not (group.text and group.images)
         if narrow or self.sight.whole_prompt:
             return self._chunk(chunk, Rows.of(chunk, 1))
-        size = self.page_size
-        slot = seq.tables[self.number][index // size] * size + index % size
+        slot = slots_in(seq.tables[self.number], index, self.page_size)
         return (0, index + 1, 0, seq.visual_before(index)), [slot]
 
     def _query_group(
@@ -218,8 +219,8 @@ class Planner:
         last: list[int] = []
         images: list[ImageRows] = []
         total = 0
+        axes = max(self.axes, 1)
         for members in layout:
-            axes = max(self.axes, 1)
             rows = [None if _lone(chunk) else Rows.of(chunk, axes) for chunk in members]
             for builder in builders:
                 builder.add(members, rows, total)
@@ -281,13 +282,10 @@ class Planner:
     def _image(
         self, layers: LayerGroup, pages: Tensor, index: Tensor, cos: Tensor, sin: Tensor
     ) -> AttentionPlan:
-        slots = pages[index // self.page_size] * self.page_size + index % self.page_size
+        slots = slots_in(pages, index, self.page_size)
         count, zero = len(index), index[:1] * 0
         still = angles(self.table, zero)
-        lo, hi = index * 0, index * 0 + count
-        if not self.sight.whole_images:
-            hi = index + 1
-            lo = lo if layers.window is None else (hi - layers.window).clamp_min(0)
+        lo, hi = (torch.from_numpy(x).to(index) for x in seen_alone(count, layers, self.sight))
         group = QueryGroup(
             start=0,
             num_seqs=1,

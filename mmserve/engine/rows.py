@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -145,21 +146,35 @@ def _latest_images(seq: Seq, visual: Ints) -> Ints:
     return found
 
 
+def seen_alone(num_tokens: int, group: LayerGroup, sight: Sight) -> tuple[Ints, Ints]:
+    """[lo, hi) of its own tokens that each row of an image reads that is computed by itself."""
+    index = np.arange(num_tokens)
+    if sight.whole_images:
+        return index * 0, index * 0 + num_tokens
+    hi = index + 1
+    return index * 0 if group.window is None else np.maximum(hi - group.window, 0), hi
+
+
+def slots_in(pages: Any, index: Any, page_size: int) -> Any:
+    """Where the tokens `index` of whatever has these pages stand in its pool: arrays, tensors or
+    a list and a number."""
+    return pages[index // page_size] * page_size + index % page_size
+
+
 def slots_of(chunk: Chunk, rows: Rows, number: int, group: LayerGroup, page_size: int) -> Ints:
     """[R]: where each row is stored in layer group `number`, as an `AttentionPlan` names it."""
     slots = np.full(len(rows), NOWHERE)
     text = rows.image < 0
     if group.text:
         index, table = rows.text[text], np.array(chunk.seq.tables[number], np.int64)
-        slots[text] = table[index // page_size] * page_size + index % page_size
+        slots[text] = slots_in(table, index, page_size)
     for context in chunk.images:
         pages = context.placed.pages and context.placed.pages[number]
         if not context.writes[number] or not pages:
             continue
         mine = rows.image == chunk.seq.images.index(context.placed)
         local = np.arange(context.placed.image.num_tokens)
-        held = np.array(pages)[local // page_size] * page_size + local % page_size
-        slots[mine] = vision_slot(held)
+        slots[mine] = vision_slot(slots_in(np.array(pages), local, page_size))
     return slots
 
 

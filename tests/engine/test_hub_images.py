@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,10 @@ from mmserve.errors import (
     RequestError,
     UnsupportedImageTypeError,
 )
-from mmserve.hub_prompt import HubTemplate
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.prompt import ImagePart, Message, TextPart
 from tests.model import families
-from tests.model.border import Border, flat, open_border, png
-
-Open = Callable[[str], Border]
+from tests.model.border import Border, Open, flat, open_border, opener, png, template_of
 
 SMALL, WIDE, TALL = (families.picture(0), families.picture(1, 120, 40), families.picture(2, 33, 90))
 FEW_PIXELS = {"size": {"shortest_edge": 784, "longest_edge": 3136}}
@@ -36,14 +32,7 @@ M_ROPE = ("qwen2_5_vl", "qwen3_vl")
 
 @pytest.fixture(scope="session")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Open:
-    folder, known = tmp_path_factory.mktemp("families"), {}
-
-    def get(name: str) -> Border:
-        if name not in known:
-            known[name] = open_border(families.build(name, folder))
-        return known[name]
-
-    return get
+    return opener(tmp_path_factory.mktemp("families"))
 
 
 def pipeline(border: Border, **options: Any) -> ProcessorPipeline:
@@ -295,12 +284,7 @@ def test_a_processor_that_writes_images_in_an_unknown_way_is_refused(
     border = opened("idefics2")
     monkeypatch.setattr("mmserve.hub_prompt._FINISHES", {})
     known = border.checkpoint
-    template = HubTemplate(
-        known.processor,
-        chat_template=known.chat_templates,
-        takes_images=True,
-        image_token_id=known.image_token_id,
-    )
+    template = template_of(known)
     assert border.pipeline is not None
     with pytest.raises(ModelUnavailableError, match="in a way that is not known here"):
         ProcessorPipeline(
@@ -311,11 +295,9 @@ def test_a_processor_that_writes_images_in_an_unknown_way_is_refused(
 def test_a_template_that_shows_no_image_is_refused_when_it_is_loaded(opened: Open) -> None:
     border = opened("llava")
     known = border.checkpoint
-    template = HubTemplate(
-        known.processor,
-        chat_template="{% for m in messages %}{{ m.content[-1].text }}{% endfor %}",
-        takes_images=True,
-        image_token_id=known.image_token_id,
+    template = template_of(
+        known,
+        "{% for m in messages %}{{ m.content[-1].text }}{% endfor %}",
     )
     assert border.pipeline is not None
     with pytest.raises(ModelUnavailableError, match="LlavaProcessor does not take"):
@@ -327,11 +309,9 @@ def test_a_template_that_shows_no_image_is_refused_when_it_is_loaded(opened: Ope
 def test_images_go_into_the_string_where_a_template_takes_no_items(opened: Open) -> None:
     border = opened("llava")
     known = border.checkpoint
-    template = HubTemplate(
-        known.processor,
-        chat_template="{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}",
-        takes_images=True,
-        image_token_id=known.image_token_id,
+    template = template_of(
+        known,
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}",
     )
     assert border.pipeline is not None
     made = ProcessorPipeline(

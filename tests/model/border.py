@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,34 @@ class Border:
         return dict(processor.tokenizer(bare, add_special_tokens=False, return_tensors="pt"))
 
 
+Open = Callable[[str], Border]
+
+
+def opener(folder: Path) -> Open:
+    """Families by name, each built in the folder and opened once."""
+
+    @cache
+    def get(name: str) -> Border:
+        return open_border(families.build(name, folder))
+
+    return get
+
+
+def template_of(checkpoint: Checkpoint, chat_template: str | None = None) -> HubTemplate:
+    """The checkpoint's own, or one that takes its place."""
+    return HubTemplate(
+        checkpoint.processor,
+        chat_template=chat_template or checkpoint.chat_templates,
+        takes_images=checkpoint.takes_images,
+        image_token_id=checkpoint.image_token_id,
+    )
+
+
 def open_border(
     folder: Path, is_resident: Callable[[bytes], bool] = lambda _: False, **options: Any
 ) -> Border:
     checkpoint = open_checkpoint(str(folder), progress=False, **options)
-    template = HubTemplate(
-        checkpoint.processor,
-        chat_template=checkpoint.chat_templates,
-        takes_images=checkpoint.takes_images,
-        image_token_id=checkpoint.image_token_id,
-    )
+    template = template_of(checkpoint)
     if not checkpoint.takes_images:
         return Border(checkpoint, template, None)
     pipeline = ProcessorPipeline(
