@@ -28,7 +28,7 @@ def _gemv(
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = n < num_out
     start = weight + n[:, None].to(tl.int64) * K
-    further = start + num_out.to(tl.int64) * K
+    further = weight + (n + num_out)[:, None].to(tl.int64) * K
     k = tl.arange(0, BLOCK_K)
     mask = ok[:, None] & (k < K)[None, :]
     # The weights depend on nobody: the first of them arrive while the launch before ends.

@@ -24,6 +24,7 @@ from tests.model import families
 from tests.model.border import open_border
 from tests.model.dense import dense_logits, embed
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BRIEF = SamplingParams(max_tokens=3, temperature=0.0)
 
 
@@ -41,12 +42,9 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
 def make_driver(*, budget: int = 40, **options: Any) -> Driver:
     """`options`: of the model."""
-    model, config = tiny_model(), tiny_config(max_num_batched_tokens=budget)
+    config = tiny_config(max_num_batched_tokens=budget)
     config = replace(config, model=replace(config.model, **options))
-    if torch.cuda.is_available():
-        model.device = torch.device("cuda")
-        model.lm.to("cuda"), model.vision.to("cuda")
-    return Driver(Engine(config, model))
+    return Driver(Engine(config, tiny_model(device=DEVICE)))
 
 
 def mixes(driver: Driver) -> list[tuple[Segment, ...]]:
@@ -140,8 +138,7 @@ def test_public_checkpoints_answer_as_by_the_plain_runner(
 
 
 def checkpoint_driver(folder: Path) -> Driver:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = ModelConfig(model=str(folder), device=device, dtype="float32")
+    model = ModelConfig(model=str(folder), device=DEVICE, dtype="float32")
     cache = CacheConfig(text_bytes=1 << 22, vision_bytes=1 << 22)
     config = EngineConfig(model, cache, SchedulerConfig(max_num_batched_tokens=32))
     return Driver(Engine(config, load(model)))

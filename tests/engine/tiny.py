@@ -80,7 +80,7 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def tiny_model(max_model_len: int = MAX_LEN) -> Any:
+def tiny_model(max_model_len: int = MAX_LEN, device: str = "cpu") -> Any:
     """What the loader returns, for the tiny model."""
     spec = SimpleNamespace(
         name="tiny",
@@ -93,8 +93,8 @@ def tiny_model(max_model_len: int = MAX_LEN) -> Any:
         weights_id=bytes(32),
     )
     loaded: Any = LoadedModel
-    vision = TinyVision().requires_grad_(False)
-    return loaded(tiny_lm(), tiny_tokenizer(), vision, spec, torch.device("cpu"))
+    vision = TinyVision().requires_grad_(False).to(device)
+    return loaded(tiny_lm().to(device), tiny_tokenizer(), vision, spec, torch.device(device))
 
 
 def tiny_config(
