@@ -24,7 +24,7 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_out", "width"), [(1, 16), (33, 80), (40, 2048), (7, 3000)])
+@pytest.mark.parametrize(("num_out", "width"), [(1, 16), (2, 1), (33, 80), (40, 2048), (7, 3000)])
 def test_the_product_with_norm_bias_and_residual(
     num_out: int, width: int, dtype: torch.dtype
 ) -> None:
@@ -45,7 +45,7 @@ def test_the_product_with_norm_bias_and_residual(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_out", "width"), [(3, 16), (20, 80)])
+@pytest.mark.parametrize(("num_out", "width"), [(1, 16), (3, 1), (20, 80)])
 def test_the_gated_product_with_norm(num_out: int, width: int, dtype: torch.dtype) -> None:
     x, weight = randn(1, width, dtype=dtype), randn(2 * num_out, width, dtype=dtype)
     gain = randn(width, dtype=dtype)

@@ -1,0 +1,107 @@
+"""Every Triton kernel is compiled for an H100 at the smallest sizes and at odd ones; none is run.
+
+Triton makes constants of integer arguments that are 1, and lays out others by what divides them:
+both happen at compilation, which the interpreter does without and a GPU need not be there for.
+Run by test_compiling.py in a process that does not interpret.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from mmserve.kernels import attention, chain, fused, gemv, sampling
+from mmserve.kernels.launch import Launch
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Board:
+    """As much of a driver as compilation asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only() -> None:
+    """From here on launches end where the device's part would begin."""
+    kernel: Any = jit.JITFunction
+    launch = kernel.run
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    driver.set_active(Board())
+    kernel.run = compiled
+    chained: Any = chain
+    chained._has_chains = lambda device: True
+
+
+def gemvs() -> None:
+    for dtype, num_out, width in itertools.product(DTYPES, (1, 3), (1, 16)):
+        x, weight = torch.zeros(1, width, dtype=dtype), torch.zeros(2 * num_out, width, dtype=dtype)
+        out = torch.zeros(1, num_out, dtype=dtype)
+        gemv.gemv(x, weight, out, bias=out[0], norm=(x[0], 1e-5), add=True)
+        gemv.gemv(x, weight, out, gated=True)
+
+
+def pool(kv_heads: int, pages: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K and V, with one token a page."""
+    k, v = torch.zeros(2, kv_heads, pages, 1, dim, dtype=dtype).unbind(0)
+    return k, v
+
+
+def elementwise() -> None:
+    for dtype, tokens, width in itertools.product(DTYPES, (1, 3), (1, 48)):
+        x = torch.zeros(tokens, width, dtype=dtype)
+        fused.add_rms_norm(x, x, x[0], 1e-5, x)
+        fused.silu_mul(torch.zeros(tokens, 2 * width, dtype=dtype), x)
+    for dtype, tokens, pages, dim in itertools.product(DTYPES, (1, 3), (1, 4), (2, 128)):
+        kv = pool(1, pages, dim, dtype)
+        slots = torch.zeros(tokens, dtype=torch.int32)
+        turns = fused.Turns.by_table(torch.zeros(1, 2, dim // 2), slots)
+        norm = fused.HeadNorm(torch.zeros(dim), torch.zeros(dim), 1e-6)
+        q = torch.zeros(tokens, 1, dim, dtype=dtype)
+        fused.rotate_store(q.expand(-1, 3, -1).flatten(1), turns, slots, q, kv, kv, norm)
+        fused.store(q, q, slots, kv, kv)
+
+
+def choices() -> None:
+    for batch, vocab in itertools.product((1, 3), (1, 5000)):
+        logits, each = torch.zeros(batch, vocab), torch.zeros(batch)
+        work = sampling.workspace(batch, vocab, logits.device)
+        out = torch.zeros(batch, dtype=torch.long)
+        sampling.sample(logits, each, each.int(), each, each, each, out, work)
+        sampling.argmax(logits.bfloat16(), out, work)
+
+
+def attend(q: Tensor, kv_heads: int, pages: int, launch: Launch, **options: Any) -> None:
+    heads, dim = q.shape[1:]
+    kv = pool(kv_heads, pages, dim, q.dtype)
+    scratch = attention.Scratch(1, heads, dim, q.device)
+    work, rope = torch.zeros(64, dtype=torch.int32), torch.zeros(1, 2, dim // 2)
+    attention.paged_attention(q, work, kv, kv, rope, 1.0, scratch, q, launch, **options)
+
+
+def attentions() -> None:
+    launch = Launch(small=1, large=1, merge=16, tile_rows=32)
+    attend(torch.zeros(1, 1, 2), 1, 1, launch, sinks=torch.zeros(1))
+    few = launch._replace(few=True)
+    attend(torch.zeros(3, 7, 80, dtype=torch.bfloat16), 1, 5, few, softcap=30.0)
+
+
+if __name__ == "__main__":
+    compile_only()
+    for kernels in (gemvs, elementwise, choices, attentions):
+        kernels()
