@@ -73,6 +73,17 @@ def _gemv(
     tl.store(out + n, y.to(out.dtype.element_ty), mask=ok)
 
 
+def _tuning(width: int, norm: bool, gated: bool) -> tuple[int, int]:
+    """Rows of a program and columns at a time, by measurement on an H200."""
+    if gated:
+        rows, block = 1, 4096
+    elif width > 8192:
+        rows, block = 4, 1024
+    else:
+        rows, block = (2, 4096) if norm else (4, 2048)
+    return rows, min(block, triton.next_power_of_2(width))
+
+
 def gemv(
     x: Tensor,
     weight: Tensor,
@@ -91,8 +102,7 @@ def gemv(
     num_out, width = out.shape[1], weight.shape[1]
     assert x.shape == (1, width) and weight.is_contiguous() and weight.shape[0] >= num_out
     assert not (gated and bias is not None), "no model has both"
-    block = min(triton.next_power_of_2(width), 4096)
-    rows = 1 if gated else 2
+    rows, block = _tuning(width, norm is not None, gated)
     gain, eps = norm or (x, 0.0)
     _gemv[(triton.cdiv(num_out, rows),)](
         x, weight, x if bias is None else bias, gain, out, eps, num_out,
