@@ -44,7 +44,8 @@ def _tuning_large(tile_rows: int, dim: int, itemsize: int) -> dict[str, int]:
         warps = _tuning_small(False, dim, itemsize)["num_warps"] * tile_rows // SMALL_ROWS
         return {"BLOCK_N": 32, "num_warps": warps, "num_stages": 3}
     narrow = dim > 128 or itemsize > 2
-    return {"BLOCK_N": 32 if narrow else 64, "num_warps": 8 if dim > 64 else 4, "num_stages": 2}
+    warps = tile_rows // 16 if dim > 64 else 4
+    return {"BLOCK_N": 32 if narrow else 64, "num_warps": warps, "num_stages": 2}
 
 
 def paged_attention(

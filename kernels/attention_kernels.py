@@ -20,7 +20,9 @@ import triton.language as tl
 
 from mmserve.kernels import work as tables
 
-OWN, VISION, SINKS = (tl.constexpr(code) for code in (tables.OWN, tables.VISION, tables.SINKS))
+OWN, VISION, SINKS, SHARED = (
+    tl.constexpr(code) for code in (tables.OWN, tables.VISION, tables.SINKS, tables.SHARED)
+)
 
 
 @triton.jit
@@ -220,12 +222,14 @@ def attend_one(
 
 @triton.jit
 def _segment(
-    state_m, state_l, acc, wide_a, wide_b, work, segment, shift,
+    state_m, state_l, acc, wide_a, wide_b, work, segment, entry, shift,
     lo, hi, visual_lo, visual_hi, ok, k_own, v_own, k_vision, v_vision, rope,
-    KIND: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+    ENTRY: tl.constexpr, KIND: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All keys of one segment for the queries wide_a, wide_b of a large item."""
+    """All keys of one segment for the queries wide_a, wide_b of a large item, whose entries stand
+    at `entry` [M]."""
     kind = tl.load(segment)
     table = work + tl.load(segment + 1)
     first = tl.load(segment + 2)
@@ -236,11 +240,15 @@ def _segment(
     q_b = wide_b
     keys = k_own
     values = v_own
-    if kind == VISION:
+    if (kind == VISION) | (kind == SHARED):
         keys = k_vision
         values = v_vision
         lo = visual_lo - offset
         hi = visual_hi - offset
+    if kind == SHARED:
+        lo = lo * 0
+        hi = lo + last
+        shift = tl.load(entry + offset * ENTRY + 2, mask=ok, other=0)
     if kind == SINKS:
         hi = tl.minimum(lo, offset)
         lo = lo * 0
@@ -298,10 +306,10 @@ def attend_many(
         for index in range(first_segment, first_segment + tl.load(item + 3)):
             state_m, state_l, acc = _segment(
                 state_m, state_l, acc, wide_a, wide_b, work, segments + index * SEGMENT,
-                shift, lo, hi, visual_lo, visual_hi, ok,
+                entry, shift, lo, hi, visual_lo, visual_hi, ok,
                 k_own + head * own_head, v_own + head * own_head,
                 k_vision + head * vision_head, v_vision + head * vision_head, rope,
-                q.dtype.element_ty, D, HALF, WIDE, PAGE, BLOCK_N, CAP, PRECISION,
+                ENTRY, q.dtype.element_ty, D, HALF, WIDE, PAGE, BLOCK_N, CAP, PRECISION,
             )  # fmt: skip
         place = target * H + query_head
         _store(

@@ -18,7 +18,7 @@ PROGRAMS_PER_PROCESSOR = 16
 class Launch(NamedTuple):
     """Programs for small and for large items (0: there are none of the kind), how many partial
     results are joined at a time (0: no row has any; 1: strictly one after the other), the rows of
-    large items' tiles, and whether the small items are too few to fill the device, so that each
+    large items' tiles (a set's may be shorter), and whether the small items are too few to fill the device, so that each
     should be quick."""
 
     small: int
@@ -53,6 +53,6 @@ class Launch(NamedTuple):
             programs(small),
             programs(large),
             (1 if deterministic else PARTS_AT_ONCE) if merges else 0,
-            sets[0].tile_rows,
+            max(s.tile_rows for s in sets),
             small * kv_heads <= processors and not deterministic,
         )

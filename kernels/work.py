@@ -23,8 +23,9 @@ batch, what to add to the item's part, its distance to an image that several seq
 the text and the visual tokens that it reads. A segment is (kind, page ids at, first key, end, first
 and end of the keys that all queries of the item read, base, offset). Of TEXT a query reads [lo,
 hi), of VISION [visual lo, visual hi) less `offset`, the visual index of the image's first token, of
-SINKS the text tokens before both `offset` and lo. Queries are turned back by base + shift, unless
-base is negative.
+SINKS the text tokens before both `offset` and lo; a SHARED image all read whole. Queries are turned
+back by base + shift, unless base is negative; before a SHARED image by the shifts of the entries
+that stand `offset` behind the item's.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ Ints = npt.NDArray[np.int64]
 HEADER, SMALL, LARGE, ENTRY, SEGMENT = 8, 6, 5, 7, 8
 
 OWN, STILL = -1, -2  # bases of what needs no turning: text, images
-TEXT, VISION, SINKS = 0, 1, 2  # kinds of segments
+TEXT, VISION, SINKS, SHARED = 0, 1, 2, 3  # kinds of segments
 
 # Rows (queries times query heads of a KV head) that share one reading of keys: in a small item, and
-# in large ones of short steps and of long. Up to SHORT_ROWS a row's bits do not depend on the tile.
+# in large ones of short steps and of long; where images have many readers, of short steps with more
+# than SHORT_ROWS. Up to SHORT_ROWS a row's bits do not depend on the tile.
 SMALL_ROWS, SHORT_ROWS, LONG_ROWS = 16, 32, 128
 
 # Longer chunks have queries enough to fill the device unsplit; so have together those that would

@@ -1,12 +1,12 @@
 """From who reads what to a step's work items, which mmserve.kernels.work packs.
 
 Owns how attention is cut: small items for single queries, tiles of queries for chunks, one reading
-for an image that several sequences show. Knows nothing of the array's layout.
+for images that several sequences show. Knows nothing of the array's layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from mmserve.kernels.work import (
     LARGE,
     LONG_ROWS,
     OWN,
+    SHARED,
     SHORT_CHUNK,
     SHORT_PARTS,
     SHORT_ROWS,
@@ -38,6 +39,14 @@ from mmserve.kernels.work import (
     WorkTables,
     array,
     pack,
+)
+from mmserve.kernels.work_crowds import (
+    Crowd,
+    Seen,
+    choose_tile,
+    crowds_of,
+    cut_to_fill,
+    seen_of,
 )
 
 
@@ -71,10 +80,11 @@ class WorkBuilder:
     """Builds the tables of one step after another; what a batch of decoding sequences reads of
     images stays from step to step and is kept."""
 
-    def __init__(self, group: int, splits: Splits = SPLITS) -> None:
-        """`group`: query heads per KV head."""
+    def __init__(self, group: int, splits: Splits = SPLITS, *, abreast: int = 1) -> None:
+        """`group`: query heads per KV head; `abreast`: how many items of LONG_ROWS the device works
+        on at a time, its processors over KV heads."""
         assert group <= LONG_ROWS, "more query heads per KV head than a tile has rows"
-        self.group, self.splits = group, splits
+        self.group, self.splits, self.abreast = group, splits, max(abreast, 1)
         self.short_rows = SHORT_ROWS if group <= SHORT_ROWS else LONG_ROWS
         self._least = 2 if group <= SMALL_ROWS else 1  # queries of a chunk
         self._known: tuple[_Singles, tuple[bool, int], Items] | None = None
@@ -89,14 +99,16 @@ class WorkBuilder:
         long: bool = False,
     ) -> WorkTables:
         """The tables of one step of `num_rows` rows; `long`: large items have LONG_ROWS, else
-        `short_rows`.
+        `short_rows`, or more where images have many readers.
 
         `at`: where their body will stand in the array. `share` False reads an image once for each
         of its readers.
         """
         single = _Singles.of([r for r in readers if r.num_queries < self._least])
         chunks = [r for r in readers if r.num_queries >= self._least]
-        tables = Items(self.group, LONG_ROWS if long else self.short_rows)
+        rows = LONG_ROWS if long else self.short_rows
+        images = self._images(single, share, rows) if single.readers else Items(self.group, rows)
+        tables = Items(self.group, images.tile_rows)
         room = SHORT_PARTS
         for reader in chunks:
             reads = reader.matrix
@@ -106,18 +118,28 @@ class WorkBuilder:
             _add_chunk(tables, reader, reads, self.splits if short else None)
         if not single.readers:
             return pack([tables], num_rows, at)
-        images = self._images(single, share, tables.tile_rows)
         own = Items(self.group, tables.tile_rows)
         _add_text(own, single, images.parts[0][1], self.splits)
         return pack([tables, images, own], num_rows, at)
 
     def _images(self, single: _Singles, share: bool, tile_rows: int) -> Items:
-        """What single queries read of images."""
+        """What single queries read of images, in tiles of at least `tile_rows`."""
         how = (share, tile_rows)
         if self._known is not None and self._known[1] == how and single.sees_like(self._known[0]):
             return self._known[2]
+        visual = zip(single.images, single.reads[:, 2:].tolist(), strict=True)
+        seen = [seen_of(images, lo, hi) for images, (lo, hi) in visual]
+        fixed = self.splits.fixed
+        crowds = crowds_of(seen, together=not fixed) if share else []
+        if crowds and not fixed:
+            tile_rows = max(tile_rows, choose_tile(crowds, self.group))
         items = Items(self.group, tile_rows)
-        _add_images(items, single, share)
+        if fixed:
+            for crowd in crowds:
+                crowd.cut(IMAGE_SPLIT, 1)
+        else:
+            cut_to_fill(crowds, items.queries, self.abreast * LONG_ROWS // tile_rows)
+        _add_images(items, single, seen, crowds)
         self._known = (single, how, items)
         return items
 
@@ -125,68 +147,48 @@ class WorkBuilder:
 # -- single queries -----------------------------------------------------------------------------
 
 
-class _Seen(NamedTuple):
-    """What a single query reads of an image: its tokens [lo, hi)."""
-
-    image: ImagePart
-    lo: int
-    hi: int
-
-    @property
-    def whole(self) -> bool:
-        return self.hi - self.lo == self.image.num_tokens
-
-    @property
-    def cuts(self) -> list[tuple[int, int]]:
-        starts = range(self.lo // IMAGE_SPLIT * IMAGE_SPLIT, self.hi, IMAGE_SPLIT)
-        return [(max(s, self.lo), min(s + IMAGE_SPLIT, self.hi)) for s in starts]
-
-
-def _seen(images: Sequence[ImagePart], lo: int, hi: int) -> list[_Seen]:
-    found = [_Seen(i, max(lo - i.first, 0), min(hi - i.first, i.num_tokens)) for i in images]
-    return [part for part in found if part.lo < part.hi]
-
-
-def _add_images(t: Items, single: _Singles, share: bool) -> None:
-    """Items of single queries over images, those that several read whole once for all of them."""
-    seen = [
-        _seen(images, lo, hi)
-        for images, (lo, hi) in zip(single.images, single.reads[:, 2:].tolist(), strict=True)
-    ]
-    holders: dict[Hashable, int] = {}
-    for part in chain.from_iterable(seen):
-        holders[part.image.key] = holders.get(part.image.key, 0) + part.whole
-    shared: dict[Hashable, tuple[_Seen, list[tuple[int, ...]]]] = {}
+def _add_images(
+    t: Items, single: _Singles, seen: Sequence[Sequence[Seen]], crowds: Sequence[Crowd]
+) -> None:
+    """Items of single queries over images, those of crowds once for all who are there."""
+    crowd_of = {image.key: crowd for crowd in crowds for image in crowd.images}
     small: list[tuple[int, ...]] = []
     parts = np.zeros(len(seen), np.int64)
     for n, row in enumerate(single.rows.tolist()):
         count = 0
         for part in seen[n]:
-            image, cuts = part.image, part.cuts
-            if share and part.whole and holders[image.key] > 1:
-                entry = (row, count, image.base or 0, 0, 0, 0, image.num_tokens)
-                shared.setdefault(image.key, (part, []))[1].append(entry)
-            else:
-                at, base = t.add_pages(image.pages), STILL if image.base is None else image.base
-                small += [(row, p, at, *cut, base) for p, cut in enumerate(cuts, count)]
+            image = part.image
+            if part.whole and (crowd := crowd_of.get(image.key)) is not None:
+                count += crowd.enter(image, row, count)
+                continue
+            at, base, cuts = t.add_pages(image.pages), _base(image), part.cuts
+            small += [(row, p, at, *cut, base) for p, cut in enumerate(cuts, count)]
             count += len(cuts)
         parts[n] = count
     t.parts.append((single.rows, parts))
     t.small.append(array(small, SMALL))
-    for part, entries in shared.values():
-        _add_shared(t, part, entries)
+    for crowd in crowds:
+        _add_crowd(t, crowd)
 
 
-def _add_shared(t: Items, seen: _Seen, entries: list[tuple[int, ...]]) -> None:
-    first, pages = t.add_entries(entries), t.add_pages(seen.image.pages)
-    base = STILL if seen.image.base is None else 0
-    segment = t.add_segments([(VISION, pages, lo, hi, lo, hi, base, 0) for lo, hi in seen.cuts])
-    large = [
-        (first + at, min(t.queries, len(entries) - at), segment + part, 1, part)
-        for part in range(len(seen.cuts))
-        for at in range(0, len(entries), t.queries)
-    ]
+def _add_crowd(t: Items, crowd: Crowd) -> None:
+    entries = chain.from_iterable(crowd.entries[image.key] for image in crowd.images)
+    first = t.add_entries([(*entry, 0, 0, 0, 0) for entry in entries])
+    pages = [t.add_pages(image.pages) for image in crowd.images]
+    bases = [min(_base(image), 0) for image in crowd.images]
+    count, large = crowd.readers, list[tuple[int, ...]]()
+    for part, piece in enumerate(crowd.pieces):
+        segments = [(SHARED, pages[i], lo, hi, lo, hi, bases[i], i * count) for i, lo, hi in piece]
+        begin = t.add_segments(segments)
+        large += [
+            (first + at, min(t.queries, count - at), begin, len(piece), part)
+            for at in range(0, count, t.queries)
+        ]
     t.large.append(array(large, LARGE))
+
+
+def _base(image: ImagePart) -> int:
+    return STILL if image.base is None else image.base
 
 
 def _add_text(t: Items, single: _Singles, before: Ints, splits: Splits) -> None:
@@ -280,9 +282,9 @@ def _runs(t: Items, reader: Reader, reads: Ints, splits: Splits | None) -> Ints:
     reads_images = visual_lo < visual_hi
     if reads_images.any():
         least, most = int(visual_lo[reads_images].min()), int(visual_hi.max())
-        for part in _seen(reader.images, least, most):
+        for part in seen_of(reader.images, least, most):
             image = part.image
-            pages, base = t.add_pages(image.pages), STILL if image.base is None else image.base
+            pages, base = t.add_pages(image.pages), _base(image)
             spans = part.cuts if splits else [(part.lo, part.hi)]
             runs += [(VISION, pages, *span, 0, 0, base, image.first) for span in spans]
     pages = t.add_pages(reader.pages) - reader.first_page

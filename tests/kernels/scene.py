@@ -26,7 +26,7 @@ class Row:
 
     Its queries are the last ones. `whole`: every query reads the whole text. `reads`: text [lo, hi)
     and visual [lo, hi) of each query, where it is not simply what stands before it. `sink_tokens`:
-    so many of the first text tokens are read, too.
+    so many of the first text tokens are read, too. `names`: images of one name are the same.
     """
 
     length: int
@@ -34,6 +34,7 @@ class Row:
     whole: bool = False
     reads: tuple[tuple[int, int, int, int], ...] = ()
     sink_tokens: int = 0
+    names: tuple[int, ...] = ()
 
     def read_by(self, text_index: int, query: int) -> tuple[int, int, int, int]:
         if self.reads:
@@ -118,6 +119,7 @@ class Scene:
         self._text_pages, self._image_pages = self._pages(text), self._pages(images)
         self.sinks = self._randn(shape.heads) * 2 if shape.learned else None
         self.bases = []
+        self._named: dict[tuple[int, int], tuple[list[Key], list[int]]] = {}
         queries: list[Tensor] = []
         answers: list[Tensor] = []
         groups = [self._group(q, rs, queries, answers) for q, rs in self.groups]
@@ -196,7 +198,10 @@ class Scene:
         for slot, (at, n) in enumerate(i for i in row.images if i[0] < row.length):
             base = origin + at + before
             stored_at = range(base, base + n) if in_context else range(n)
-            keys, pages = self._keys(n, stored_at, self.vision, self._image_pages)
+            name = (row.names[slot] if row.names else -1 - len(self._named), stored_at.start)
+            if name not in self._named:
+                self._named[name] = self._keys(n, stored_at, self.vision, self._image_pages)
+            keys, pages = self._named[name]
             visual += [(base + p, k, v) for p, (_, k, v) in enumerate(keys)]
             group.image_pages.append(pages)
             group.slots.append(b * most + slot)

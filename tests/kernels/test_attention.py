@@ -36,7 +36,7 @@ def readers(scene: Scene) -> list[work.Reader]:
         owners = group.image_row.tolist()
         images = [
             work.ImagePart(
-                (id(group), n),
+                int(group.image_pages[n][0]),  # nothing else begins with that page
                 ids(group.image_pages[n]),
                 int(group.image_len[n]),
                 int(group.image_first[n]),
@@ -84,11 +84,14 @@ def attend(
     long: bool = False,
     splits: work.Splits = work.SPLITS,
     at_once: int = 16,
+    abreast: int = 1,
+    tile_rows: int = 0,
 ) -> torch.Tensor:
     """[T, H, D], of which rows that nobody asks about are not numbers."""
     shape = scene.shape
     q = scene.q.to(DEVICE, dtype)
-    tables = WorkBuilder(shape.group, splits).build(some, len(q), share=share, long=long)
+    builder = WorkBuilder(shape.group, splits, abreast=abreast)
+    tables = builder.build(some, len(q), share=share, long=long)
     scratch = attention.Scratch(tables.num_slots + 1, shape.heads, shape.dim, q.device)
     scratch.parts.fill_(torch.nan)
     scratch.lses.fill_(torch.nan)
@@ -107,7 +110,7 @@ def attend(
             programs * (tables.small > 0),
             programs * (tables.large > 0),
             at_once * (tables.num_slots > 0),
-            tables.tile_rows,
+            max(tables.tile_rows, tile_rows),
         ),
         softcap=shape.softcap,
         sinks=None if scene.sinks is None else scene.sinks.to(DEVICE),
@@ -255,6 +258,72 @@ def test_an_image_of_several_sequences_is_read_once(image_tokens: int, in_contex
     assert plain.small - tables.small == 6 * items
 
 
+@st.composite
+def crowds(draw: st.DrawFn) -> Scene:
+    """Many single queries, each over some of the same few images: in any order, each at its own
+    place, one perhaps twice, and perhaps only from somewhere on."""
+    tokens = draw(st.lists(st.sampled_from([1, 16, 33, 64, 130]), min_size=1, max_size=4))
+    usual = draw(st.permutations(range(len(tokens))))
+    rows = []
+    for _ in range(draw(st.integers(2, 40))):
+        few = st.lists(st.integers(0, len(tokens) - 1), max_size=5)
+        names = draw(st.just(usual) | few)
+        places = sorted(draw(st.integers(0, 8)) for _ in names)
+        images = tuple(zip(places, (tokens[name] for name in names), strict=True))
+        end = sum(count for _, count in images)
+        window = draw(st.just(0) | st.integers(0, end))
+        rows.append(Row(9, images, reads=((0, 9, window, end),), names=tuple(names)))
+    shape = Shape(kv_heads=1, group=draw(st.sampled_from([1, 3, 7])))
+    return Scene(shape, [(1, rows)], draw(st.integers(0, 99)))
+
+
+FIXED = work.Splits((), (256,))
+
+
+@given(crowds(), st.integers(1, 40), st.sampled_from([work.SPLITS, FIXED]), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_images_of_many_sequences_are_read_right(
+    scene: Scene, abreast: int, splits: work.Splits, long: bool
+) -> None:
+    out = attend(scene, readers(scene), abreast=abreast, splits=splits, long=long)
+    torch.testing.assert_close(out.double(), scene.expected, rtol=1e-3, atol=1e-4)
+
+
+def test_fifty_sequences_see_the_same_images_and_one_chunk_beside_them() -> None:
+    """Tiles are as large as the images' readers need; the chunk's are, too."""
+    images = ((2, 200), (5, 90))
+    rows = [Row(9 + n, ((n % 3, 200), *images[1:]), names=(0, 1)) for n in range(50)]
+    scene = Scene(Shape(kv_heads=1, group=7), [(1, rows), (5, [Row(30, images)])])
+    tables = WorkBuilder(7).build(readers(scene), len(scene.q))
+    assert tables.tile_rows == work.LONG_ROWS
+    torch.testing.assert_close(
+        attend(scene, readers(scene), abreast=8).double(), scene.expected, rtol=1e-3, atol=1e-4
+    )
+
+
+def test_sets_of_one_step_may_be_cut_for_shorter_tiles_than_they_run_in() -> None:
+    few, many = ([Row(9, ((3, 40),), names=(0,))] * count for count in (2, 64))
+    scene = Scene(Shape(kv_heads=1, group=7), [(1, few)])
+    sets = []
+    for rows in (few, many):
+        some = readers(Scene(scene.shape, [(1, rows)]))
+        sets.append(WorkBuilder(7).build(some, len(rows)))
+    launch = Launch.of(sets, 1, 1)
+    assert [tables.tile_rows for tables in sets] == [32, launch.tile_rows]
+    out = attend(scene, readers(scene), tile_rows=launch.tile_rows)
+    torch.testing.assert_close(out.double(), scene.expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_shared_image_has_the_bits_of_one_read_alone_where_all_is_cut_alike() -> None:
+    rows = [Row(9, ((n % 5, 300), (7, 40)), names=(n % 2, 2)) for n in range(9)]
+    scene = Scene(Shape(kv_heads=1, group=7), [(1, rows)])
+    together, apart = (
+        attend(scene, readers(scene), share=share, splits=FIXED, at_once=1, abreast=9)
+        for share in (True, False)
+    )
+    assert torch.equal(together, apart)
+
+
 def test_who_reads_a_shared_image_in_part_reads_it_alone() -> None:
     rows = [Row(9, ((2, 300),), reads=((0, 9, lo, hi),)) for lo, hi in ((0, 300), (7, 300), (0, 9))]
     scene = Scene(Shape(kv_heads=1, group=4), [(1, rows)])
@@ -368,7 +437,6 @@ def test_a_query_has_the_same_bits_in_any_chunk_where_all_is_cut_alike() -> None
     reads = tuple((100 + 9 * i, 500 + i, i % 4, 280 + 5 * i) for i in range(8))
     row = Row(510, ((9, 300), (30, 20)), reads=reads, sink_tokens=6)
     scene = Scene(Shape(kv_heads=1, group=2), [(8, [row])])
-    fixed = work.Splits((), (256,))
     (chunk,) = readers(scene)
     parts = chunk.matrix
 
@@ -379,7 +447,7 @@ def test_a_query_has_the_same_bits_in_any_chunk_where_all_is_cut_alike() -> None
             num_queries=end - first,
             reads=tuple(mine[:, 0].tolist() if end - first == 1 else mine),
         )
-        return attend(scene, [reader], splits=fixed, at_once=1)[first:end]
+        return attend(scene, [reader], splits=FIXED, at_once=1)[first:end]
 
     whole = some(0, 8)
     torch.testing.assert_close(whole.double(), scene.expected, rtol=1e-3, atol=1e-4)
