@@ -106,7 +106,6 @@ class CUDARunner(ModelRunner):
         self._layout = CUDALayout(self._planner, scaled=scaled)
         each = [self.adapter.layers[group.layers[0]] for group in self.groups]
         splits = FIXED_SPLIT if self._sliced else work.SPLITS
-        self._builders = [WorkBuilder(of.heads // of.kv_heads, splits) for of in each]
         self._heads, self._dim = max(of.heads for of in each), max(of.head_dim for of in each)
         self._kv_heads = max(of.kv_heads for of in each)
         self._buckets = tuple(b for b in BUCKETS if not self._sliced or b % SLICE == 0)
@@ -122,6 +121,10 @@ class CUDARunner(ModelRunner):
             # At 8 to 128 rows its choices read weights up to a tenth faster than cuBLAS's own.
             torch.backends.cuda.preferred_blas_library("cublaslt")
             self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._builders = [
+            WorkBuilder(of.heads // of.kv_heads, splits, abreast=self._processors // of.kv_heads)
+            for of in each
+        ]
 
     @torch.inference_mode()
     def _turns_whole_heads(self) -> bool:
