@@ -87,6 +87,7 @@ DECODES = (
     Decode("1 x 512", (512,)),
     Decode("64 x 1024", (1024,) * 64),
 )
+CASCADES = (Cascade(), Cascade(images=4, image_tokens=1225, private=300, heads=Heads(28, 4)))
 CHOICES = (Choice("top-k 50, top-p 0.9", 50, 0.9), Choice("top-p 0.9", 0, 0.9))
 
 
@@ -95,7 +96,7 @@ class Plan:
     """How large the cases are."""
 
     decode: tuple[Decode, ...] = DECODES
-    cascade: Cascade = Cascade()
+    cascades: tuple[Cascade, ...] = CASCADES
     prefill: tuple[int, ...] = (4096, 8192)  # tokens
     prefill_heads: Heads = Heads()
     products: TextDims = MISTRAL_7B
@@ -166,9 +167,9 @@ class KernelCases:
         for decode in plan.decode:
             name = f"decode attention {decode.name}"
             yield Case(name, partial(self._decode, name, decode))
-        c = plan.cascade
-        name = f"cascade {c.sessions} queries, the same {c.images} images of {c.image_tokens}"
-        yield Case(name, partial(self._cascade, name, c))
+        for c in plan.cascades:
+            name = f"cascade {c.sessions} queries, the same {c.images} images of {c.image_tokens}"
+            yield Case(name, partial(self._cascade, name, c))
         for count in plan.prefill:
             for kind, run in (("dense", self._dense), ("paged", self._paged)):
                 name = f"prefill attention 1 x {count}, {kind}"
@@ -259,7 +260,7 @@ class KernelCases:
         self, heads: Heads, readers: list[work.Reader], *, share: bool = True, long: bool = False
     ) -> Step:
         """Launched as the runner launches it."""
-        builder = WorkBuilder(heads.query // heads.kv)
+        builder = WorkBuilder(heads.query // heads.kv, abreast=self.processors // heads.kv)
         num_rows = sum(reader.num_queries for reader in readers)
         tables = builder.build(readers, num_rows, share=share, long=long)
         q = self._random(num_rows, heads.query, heads.dim)

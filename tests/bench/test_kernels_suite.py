@@ -38,7 +38,10 @@ HEADS = Heads(query=4, kv=2, dim=16)
 DIMS = TextDims("mistral", 1, 32, 2, 1, 16, 24, 300, 1e6)
 PLAN = Plan(
     decode=(Decode("2 uneven", (5, 90), HEADS), Decode("1 x 20", (20,), HEADS)),
-    cascade=Cascade(3, 2, 20, 7, Heads(query=2, kv=2, dim=16)),
+    cascades=(
+        Cascade(3, 2, 20, 7, Heads(query=2, kv=2, dim=16)),
+        Cascade(3, 2, 30, 7, Heads(query=14, kv=2, dim=16)),
+    ),
     prefill=(20,),
     prefill_heads=HEADS,
     products=DIMS,
@@ -52,6 +55,7 @@ NAMES = [
     "decode attention 2 uneven",
     "decode attention 1 x 20",
     "cascade 3 queries, the same 2 images of 20",
+    "cascade 3 queries, the same 2 images of 30",
     "prefill attention 1 x 20, dense",
     "prefill attention 1 x 20, paged",
     "gemv norm, q k v",
