@@ -211,6 +211,20 @@ def _bench_engine(args: argparse.Namespace) -> None:
     bench_engine(suite, engine_config(args).model)
 
 
+def _bench_families(args: argparse.Namespace) -> None:
+    from mmserve.bench.families import FamilySuite, bench_families
+    from mmserve.bench.family_shapes import FAMILIES
+
+    suite = FamilySuite(
+        {name: FAMILIES[name] for name in args.family or FAMILIES},
+        budget_s=args.budget_seconds,
+        json=args.json,
+        command=shlex.join(["mmserve", *sys.argv[1:]]),
+        seed=args.seed,
+    )
+    bench_families(suite, engine_config(args).model)
+
+
 def _bench_kernels(args: argparse.Namespace) -> None:
     from mmserve.bench.kernels import KernelSuite, bench_kernels  # Triton is there on Linux only
 
@@ -225,10 +239,12 @@ def _bench_kernels(args: argparse.Namespace) -> None:
     )
 
 
+SUITES = {"engine": _bench_engine, "families": _bench_families, "kernels": _bench_kernels}
+
+
 def _bench(args: argparse.Namespace) -> None:
-    suites = {"engine": _bench_engine, "kernels": _bench_kernels}
-    if args.workload in suites:
-        return suites[args.workload](args)
+    if args.workload in SUITES:
+        return SUITES[args.workload](args)
     from mmserve.bench.command import Options, bench
     from mmserve.bench.workload import WORKLOADS
 
@@ -247,10 +263,11 @@ def _bench(args: argparse.Namespace) -> None:
 
 def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
     from mmserve.bench.dims import DEFAULT, SHAPE_NAMES
+    from mmserve.bench.family_shapes import FAMILIES
     from mmserve.bench.workload import WORKLOADS
 
     add = parser.add_argument
-    add("workload", choices=(*WORKLOADS, "engine", "kernels"), help="or a suite of figures")
+    add("workload", choices=(*WORKLOADS, *SUITES), help="or a suite of figures")
     add("--sessions", type=_count, help="users (this and the next: default by workload)")
     add("--turns", type=_count, help="of each user")
     add("--images", type=_count, help="in view of a turn")
@@ -259,6 +276,12 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     add("--shape", choices=SHAPE_NAMES, default=DEFAULT, help="engine: model dimensions")
+    add(
+        "--family",
+        action="append",
+        choices=tuple(FAMILIES),
+        help="families: these and no others (may be given several times)",
+    )
     add("--budget-seconds", type=_count, default=300, help="of a suite: no case starts later")
     add("--step-tokens", type=_count, default=8192, help="engine: text tokens in one step")
     add("--peer", choices=("transformers",), help="compare with its generate, in the same run")

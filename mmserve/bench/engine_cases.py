@@ -75,6 +75,13 @@ class EngineCases:
                 cases.append(self._case("energy of an image", self._energy_of_images))
         return cases
 
+    def single(self) -> list[Case]:
+        """One sequence of text: the first decoding, and the first token."""
+        return [
+            self._decode_case(*self.plan.decode[0]),
+            self._case(self._name_question, self._first_token),
+        ]
+
     def _case(self, name: str, run: Callable[[], Iterable[Line]]) -> Case:
         def alone() -> list[Line]:
             self.load.clear()

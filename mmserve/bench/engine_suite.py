@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from mmserve.bench.load import Load
 from mmserve.bench.machine import facts
 from mmserve.bench.peer_cases import PeerCases
 from mmserve.bench.shapes import build_shape
-from mmserve.bench.sizes import Sizes
+from mmserve.bench.sizes import Sizes, kv_bytes_per_token
 from mmserve.bench.suite import Line, SuiteReport, record, render, run_cases
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.energy import board_reader
@@ -109,7 +108,7 @@ def _load(suite: EngineSuite, config: ModelConfig, device: torch.device) -> Load
 def _engine_config(suite: EngineSuite, config: ModelConfig, loaded: LoadedModel) -> EngineConfig:
     """Pools for the largest case, or what the device has left for the text pool."""
     plan, page = suite.plan, CacheConfig().page_size
-    token = _kv_bytes_per_token(loaded)
+    token = kv_bytes_per_token(loaded.lm)
     image_pages = -(-loaded.spec.num_image_tokens // page)
     vision = max(POOL_IMAGES, 2 * max(plan.shared)) * image_pages * page * token
     text = (plan.text_tokens() + page * plan.sessions) * token
@@ -124,10 +123,3 @@ def _engine_config(suite: EngineSuite, config: ModelConfig, loaded: LoadedModel)
             max_num_batched_tokens=suite.step_tokens,
         ),
     )
-
-
-def _kv_bytes_per_token(loaded: LoadedModel) -> int:
-    config: Any = loaded.lm.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = config.num_hidden_layers * config.num_key_value_heads
-    return int(2 * heads * head_dim * loaded.lm.dtype.itemsize)

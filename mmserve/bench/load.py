@@ -11,9 +11,11 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mmserve.bench.ceilings import synchronize
 from mmserve.energy import Reader
@@ -63,11 +65,13 @@ class Load:
         self.device = self.engine.runner.device
         vocab = self.engine.tokenizer.vocab_size
         self._plain = range(min(1000, vocab // 2), vocab)  # special tokens have low ids
+
+    @cached_property
+    def _noise(self) -> npt.NDArray[np.uint8]:
+        """[images, 3, H, W] of a native model."""
         pipeline: Any = self.engine.pipeline
-        size, self._image_tokens = pipeline.size, pipeline.num_tokens
-        noise = np.random.default_rng(self.seed)
-        shape = (_NOISE_IMAGES, 3, size, size)
-        self._noise = noise.integers(0, 256, shape, dtype=np.uint8)
+        shape = (_NOISE_IMAGES, 3, pipeline.size, pipeline.size)
+        return np.random.default_rng(self.seed).integers(0, 256, shape, dtype=np.uint8)
 
     def text(self, count: int) -> TextSegment:
         return TextSegment(tuple(self._rng.choices(self._plain, k=count)))
@@ -77,7 +81,8 @@ class Load:
         number = next(self._names)
         digest = fingerprint(("noise", f"{self.seed}/{number}".encode()))
         pixels = self._noise[number % _NOISE_IMAGES]
-        return ImageSegment(ImageInput(digest, b"", self._image_tokens, pixels))
+        pipeline: Any = self.engine.pipeline
+        return ImageSegment(ImageInput(digest, b"", pipeline.num_tokens, pixels))
 
     def images(self, count: int) -> list[Segment]:
         return [self.image() for _ in range(count)]

@@ -7,6 +7,8 @@ Knows nothing of workloads or clocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from mmserve.model.spec import ModelSpec
 from mmserve.vision.preprocess import fingerprint
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_EOS = 2  # <|im_end|>
+EOS = 2  # <|im_end|>
 
 _FAMILIES: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
 
@@ -32,9 +34,7 @@ def build_shape(
     shape: ModelShape, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> LoadedModel:
     """The shape with seeded normal weights (deviation 0.02, norms 1), in evaluation mode."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.device(device):
-        torch.manual_seed(seed)
+    with seeded(device, seed):
         lm = AutoModelForCausalLM.from_config(
             text_config(shape), dtype=dtype, attn_implementation="sdpa"
         )
@@ -46,6 +46,15 @@ def build_shape(
         spec=_spec(shape, vision, seed),
         device=device,
     )
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """What is made within is made on `device`, and the same for equal seeds."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.device(device):
+        torch.manual_seed(seed)
+        yield
 
 
 def padded_tokenizer(vocab: int) -> tokenizers.Tokenizer:
@@ -76,7 +85,7 @@ def text_config(shape: ModelShape) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": dims.theta},
         tie_word_embeddings=False,
         bos_token_id=1,
-        eos_token_id=_EOS,
+        eos_token_id=EOS,
         pad_token_id=0,
         **special,
     )

@@ -6,12 +6,25 @@ nothing of clocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mmserve.bench.ceilings import Ceilings
 from mmserve.engine.meter import image_flops
 from mmserve.model.loader import LoadedModel
+from mmserve.model.weights import Loaded
+
+
+def head_dim(text_config: Any) -> int:
+    given = getattr(text_config, "head_dim", None)
+    return int(given or text_config.hidden_size // text_config.num_attention_heads)
+
+
+def kv_bytes_per_token(lm: Any) -> int:
+    """Of all layers, windows or not, in the dtype of the weights."""
+    config = lm.config.get_text_config()
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    return int(2 * heads * head_dim(config) * lm.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -24,23 +37,27 @@ class Sizes:
     image_tokens: int
 
     @staticmethod
-    def of(loaded: LoadedModel) -> Sizes:
-        """Runs one blank image through the vision path."""
+    def of(loaded: Loaded) -> Sizes:
+        """Runs one blank image through the vision path of a native model. Of a checkpoint nothing
+        is counted but what text alone passes through."""
         lm: Any = loaded.lm
-        config = lm.config
-        head_dim = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
-        head = lm.lm_head.weight  # the embedding itself, where the two are tied
-        layers = list(lm.model.layers.parameters())
-        return Sizes(
-            weights=sum(p.numel() for p in (*layers, head)),
+        config = lm.config.get_text_config()
+        head = lm.get_output_embeddings().weight  # the embedding itself, where the two are tied
+        # transformers leaves a layer that looks at images out, its MLP too, where there are none.
+        layers = [layer for layer in lm.get_decoder().layers if not hasattr(layer, "cross_attn")]
+        layer_weights = sum(p.numel() for layer in layers for p in layer.parameters())
+        sizes = Sizes(
+            weights=layer_weights + head.numel(),
             itemsize=head.element_size(),
-            layer_weights=sum(p.numel() for p in layers),
-            attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
-            image_flops=image_flops(loaded),
-            image_tokens=loaded.spec.num_image_tokens,
+            layer_weights=layer_weights,
+            attention_width=len(layers) * config.num_attention_heads * head_dim(config),
+            image_flops=0,
+            image_tokens=0,
         )
+        if not isinstance(loaded, LoadedModel):
+            return sizes
+        flops, tokens = image_flops(loaded), loaded.spec.num_image_tokens
+        return replace(sizes, image_flops=flops, image_tokens=tokens)
 
     @property
     def weight_bytes(self) -> int:
