@@ -18,8 +18,8 @@ PROGRAMS_PER_PROCESSOR = 16
 class Launch(NamedTuple):
     """Programs for small and for large items (0: there are none of the kind), how many partial
     results are joined at a time (0: no row has any; 1: strictly one after the other), the rows of
-    large items' tiles (a set's may be shorter), and whether the small items are too few to fill the device, so that each
-    should be quick."""
+    large items' tiles (some sets' items may fill less), and whether the small items are too few to
+    fill the device, so that each should be quick."""
 
     small: int
     large: int
