@@ -1,26 +1,28 @@
 """The model runner on a GPU: a `Batch` in, logits out, nothing waited for.
 
-Owns the captured graphs, the upload of a step's tables and the scratch space. Knows nothing of
+Owns the upload of a step's tables, the scratch space, and what is captured. Knows nothing of
 queues, text or sockets. A step's shape is the number of its rows, rounded up to a bucket, and which
 kinds of work it holds; everything else is in one int32 array that is uploaded before the launch.
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import sdpa_kernel
 
 from mmserve.config import CacheConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.cuda_layout import CUDALayout, Layout, slices
+from mmserve.engine.feature_cache import Done
+from mmserve.engine.graphs import URGENT, Graphs
 from mmserve.engine.model_runner import Logits, ModelRunner
 from mmserve.engine.plan import StepInput
 from mmserve.engine.transfer import resolve_pending, send, upload
+from mmserve.engine.vision_stream import CapturedTower, VisionStream
 from mmserve.kernels import work
 from mmserve.kernels.attention import Scratch
 from mmserve.kernels.fused import Turns
@@ -30,7 +32,6 @@ from mmserve.kernels.reference import NOWHERE
 from mmserve.kernels.work_builder import WorkBuilder
 from mmserve.model.adapter import Features
 from mmserve.model.cuda_layer import (
-    BACKENDS,
     DENSE_MULTIPLE,
     CUDALayer,
     CUDAStep,
@@ -41,8 +42,6 @@ from mmserve.model.fuse import fuse
 from mmserve.model.weights import Loaded
 from mmserve.request import ImageInput
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
-
-logger = logging.getLogger(__name__)
 
 # Steps of at most so many rows are captured; longer ones hide their launches behind their work.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -67,6 +66,7 @@ class CUDARunner(ModelRunner):
     """Fuses `loaded.lm` in place. Without CUDA it runs uncaptured, in Triton's interpreter."""
 
     overlaps = True
+    sees_beside = True
     shares = True  # an image of several sequences is read once for all of them
 
     def __init__(
@@ -80,7 +80,9 @@ class CUDARunner(ModelRunner):
         however its prompt was cut, at the price of slower prefill."""
         self._sliced = model.deterministic
         spec = getattr(loaded, "spec", None)
-        self._image_tokens = spec.num_image_tokens if spec else 0  # of each, encoded by itself
+        # Of each image that is encoded by itself, in its one shape.
+        self._image_tokens = spec.num_image_tokens if spec else 0
+        self._image_size = spec.image_size if spec else 0
         super().__init__(loaded, cache, model, steps)
 
     @property
@@ -95,8 +97,6 @@ class CUDARunner(ModelRunner):
         shows = not self.stock or hasattr(self.adapter.model.config, "vision_config")
         if self._sliced and self.in_context and shows:
             raise ValueError("deterministic needs images that are computed by themselves")
-        # What cross attention is told of a step is no part of the tables.
-        self._captures = self._fused or self.adapter.cross is None
         if self._fused:
             for index, layer in enumerate(layers):
                 layers[index] = CUDALayer(layer)
@@ -110,6 +110,13 @@ class CUDARunner(ModelRunner):
         self._kv_heads = max(of.kv_heads for of in each)
         self._buckets = tuple(b for b in BUCKETS if not self._sliced or b % SLICE == 0)
         self._on_gpu = self.device.type == "cuda"
+        # transformers' own layers may do what cannot be captured.
+        must = self._fused
+        self._graphs = Graphs(self.device, "steps of this model", must=must, priority=URGENT)
+        # What cross attention is told of a step is no part of the tables.
+        self._graphs.enabled &= self._fused or self.adapter.cross is None
+        self._beside = VisionStream(self.device)
+        self._tower = CapturedTower(self.vision_model, self.device, self.adapter.dtype)
         self._slots = self._ints = 0
         self._make_room(slots=8192, ints=1 << 18)
         self._previous = torch.zeros(MOST_SEQUENCES, dtype=torch.long, device=self.device)
@@ -143,7 +150,7 @@ class CUDARunner(ModelRunner):
 
         Writes nothing.
         """
-        if not self._on_gpu or not self._captures:
+        if not self._graphs.enabled:
             return
         pages, long = np.zeros(80, np.int32), 641
 
@@ -168,31 +175,31 @@ class CUDARunner(ModelRunner):
             image.rows[-len(self.groups) :] = NOWHERE
             blank = torch.zeros(count, width, dtype=self.adapter.dtype, device=self.device)
             run(count, *image.readers[0], embeds=blank)
+            size = self._image_size
+            pixels = torch.zeros(1, 3, size, size, dtype=torch.uint8)
+            self._beside.start(lambda: Features(self._tower(pixels)))
+
+    # -- images ---------------------------------------------------------------------------------
+
+    def _start(self, look: Callable[[], Features]) -> tuple[Features, Done]:
+        return self._beside.start(look)
+
+    def _look(self, image: ImageInput, pixels: Any) -> Features:
+        if not self.stock:
+            return Features(self._tower(pixels))
+        tensors = {k: send(v, self.device) for k, v in pixels.items() if isinstance(v, Tensor)}
+        return super()._look(image, {**pixels, **tensors})
 
     @torch.inference_mode()
-    def encode(self, job: ImageJob, pixels: Any) -> None:
-        """Encode one image by itself and write its KV. `pixels`: what the pipeline made of it.
-
-        Each image runs alone, in the same shape always: its KV is a function of the image only,
-        to the last bit, whatever else waits.
-        """
+    def encode(self, job: ImageJob) -> None:
         if self.adapter.cross is not None:
-            return super().encode(job, pixels)
-        with sdpa_kernel(BACKENDS, set_priority=True):
-            features, positions = self._features_of(job.image.whole, pixels)
+            return super().encode(job)
+        image = job.image.whole
+        features = self._features.get(image.digest)
         count = len(features.embeds)
-        where: dict[str, Any] = {"regime": job.regime, "positions": positions}
+        where: dict[str, Any] = {"regime": job.regime, "positions": image.positions}
         layout = self._layout.image(job.key, job.pages, count, **where)
         self._run(layout, features.embeds, self.adapter.extras([(0, features)], count))
-
-    def _features_of(self, image: ImageInput, pixels: Any) -> tuple[Features, Any]:
-        """What an image feeds the decoder, and its positions where they are not simply counted."""
-        if not self.stock:
-            sent = None if pixels is None else send(pixels, self.device)
-            return Features(self._native_embeds(image, sent).to(self.adapter.dtype)), None
-        if not self.knows(image.digest):
-            self.look(image, pixels)
-        return self._features.get(image.digest), image.positions
 
     @torch.inference_mode()
     def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
@@ -260,7 +267,7 @@ class CUDARunner(ModelRunner):
     ) -> Tensor:
         """The normed hidden states [>= T, hidden] of a step; `embeds` in place of token ids."""
         rows, count = layout.rows, layout.rows.shape[1]
-        captured = self._on_gpu and self._captures and count <= BUCKETS[-1] and not extra
+        captured = self._graphs.enabled and count <= BUCKETS[-1] and not extra
         bucket = count
         if captured:
             bucket = next(b for b in self._buckets if b >= count)
@@ -292,14 +299,8 @@ class CUDARunner(ModelRunner):
             return self._compute(shape, embeds, tuple(dense), extra)
         if embeds is not None:
             self._embeds[:count] = embeds
-        if shape not in self._graphs:
-            made = self._capture(shape)
-            if made is None:
-                return self._compute(shape, self._embeds[:bucket] if shape.embedded else None)
-            self._graphs[shape] = made
-        graph, hidden = self._graphs[shape]
-        graph.replay()
-        return hidden
+        fixed = None if embeds is None else self._embeds[:bucket]
+        return self._graphs.run(shape, lambda: self._compute(shape, fixed))
 
     def _make_room(self, slots: int, ints: int) -> None:
         """Scratch for so many partial results and tables of so many numbers, or more.
@@ -308,12 +309,8 @@ class CUDARunner(ModelRunner):
         """
         if slots <= self._slots and ints <= self._ints:
             return
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            # Memory of all graphs together: only one runs at a time. Its handle dies with them.
-            self._memory = torch.cuda.graph_pool_handle()
+        self._graphs.clear()
         self._slots, self._ints = max(slots, 2 * self._slots), max(ints, 2 * self._ints)
-        self._graphs: dict[Shape, tuple[Any, Tensor]] = {}
         self._scratch = Scratch(self._slots, self._heads, self._dim, self.device)
         self._work = torch.zeros(self._ints, dtype=torch.int32, device=self.device)
 
@@ -337,23 +334,6 @@ class CUDARunner(ModelRunner):
         # The allocator of pinned memory keeps the copy's source until the stream has read it.
         staged = tables.pin_memory() if self._on_gpu else tables
         self._work[: len(array)].copy_(staged, non_blocking=True)
-
-    def _capture(self, shape: Shape) -> tuple[Any, Tensor] | None:
-        """None, and never again, where transformers' own layers do what cannot be captured."""
-        embeds = self._embeds[: shape.rows] if shape.embedded else None
-        self._compute(shape, embeds)  # compiles
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._memory):
-                hidden = self._compute(shape, embeds)
-        except RuntimeError:
-            if self._fused:
-                raise
-            logger.warning("steps of this model cannot be captured", exc_info=True)
-            self._captures = False
-            return None
-        return graph, hidden
 
     def _compute(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
@@ -33,6 +33,10 @@ from mmserve.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 OBSERVE_EVERY_S = 0.25  # counting evictable pages walks the whole prefix tree
+# Images ride along in steps of so many rows at most: up to there a step reads weights for most of
+# its time, beyond it computes, and the two would only take turns.
+MOST_RIDDEN_ROWS = 256
+LONGEST_START_S = 0.005  # of the host, in a step that images ride along; at least one is started
 MAX_KEYS = 4096  # images of which is known where they were computed last
 
 Event = tuple[str, TokenEvent]  # (request id, what happened)
@@ -131,37 +135,67 @@ class Engine:
 
     # -- parts of a step ------------------------------------------------------------------------
 
+    def _see_ahead(self, batch: Batch) -> Batch:
+        """What of a step to launch now: all of it, or what need not wait for images that are still
+        being looked at.
+
+        Those images ride along: a step of few rows reads weights and leaves the arithmetic to
+        them. What is held is scheduled again by each step until they have been seen. So everybody
+        gets on: a step is never empty, nothing is held for a step without others in it, and an
+        image that has been started is seen in time whatever is launched meanwhile.
+        """
+        runner = self.runner
+        if not runner.sees_beside or not (batch.images or any(c.images for c in batch.chunks)):
+            return batch
+        now = batch.without(lambda image: not runner.has_seen(image.digest))
+        if not now.chunks or now.num_tokens > MOST_RIDDEN_ROWS:
+            return batch
+        late = [(job.key, job.image) for job in batch.images]
+        late += [(c.placed.key, c.placed.image) for chunk in now.held for c in chunk.images]
+        for _, image in late:
+            runner.touch(image.digest)
+        started = time.monotonic()
+        for number, (key, image) in enumerate(i for i in late if not runner.knows(i[1].digest)):
+            if number and time.monotonic() - started > LONGEST_START_S:
+                break
+            self._see(key, image)
+        return now
+
+    def _see(self, key: bytes, image: ImageInput) -> bool:
+        """Have an image looked at, if it is new; a failure ends the requests that need it and no
+        others."""
+        if self.runner.knows(image.digest):
+            self.runner.touch(image.digest)
+            return True
+        if not self.scheduler.holdings.is_reserved(key):
+            return False  # its last holder has just ended, with another image that failed
+        whole = image.whole
+        seen = self._try_image(key, lambda: self.runner.see(whole, self.pipeline.pixels(whole)))
+        self.metrics.vision_encoder_runs.inc(seen)
+        return seen
+
     def _encode(self, job: ImageJob) -> None:
-        """Write one image's KV; a failure ends the requests that need it and no others."""
+        """Write one image's KV; failures as above."""
         holdings = self.scheduler.holdings
-        if not holdings.is_reserved(job.key):
-            return  # its last holder has just ended, with another image that failed
-        new = not self.runner.knows(job.image.digest)
-        if self._try_image(job.key, lambda: self.runner.encode(job, self._pixels(job.image))):
+        if not self._see(job.key, job.image) or not holdings.is_reserved(job.key):
+            return
+        if self._try_image(job.key, lambda: self.runner.encode(job)):
             holdings.settle(job.key, written=True)
-            self.metrics.vision_encoder_runs.inc(new)
             self.metrics.vision_kv_writes.inc(job.image.part_of is None)
 
     def _is_resident(self, digest: bytes) -> bool:
         """Whether an image's pixels are not needed; where it is computed in its context, if that is
         the one that it was last computed in: for another, a step makes them. Any thread may ask."""
         stored = self.scheduler.holdings.is_stored(self._last_keys.get(digest, digest))
-        return stored or (self.runner.in_context and self.runner.knows(digest))
+        return stored or self.runner.knows(digest)
 
-    def _pixels(self, image: ImageInput) -> Any:
-        return None if self.runner.knows(image.digest) else self.pipeline.pixels(image)
-
-    def _look(self, context: ContextImage) -> None:
-        """Have an image's features ready for the chunk that computes it; failures as above."""
-        placed, runner = context.placed, self.runner
+    def _note_context(self, context: ContextImage) -> None:
+        """An image is computed in its context, under this key."""
+        placed = context.placed
         self._last_keys.pop(placed.image.digest, None)
         self._last_keys[placed.image.digest] = placed.key
         if len(self._last_keys) > MAX_KEYS:
             del self._last_keys[next(iter(self._last_keys))]
-        if not runner.knows(placed.image.digest) and self._try_image(
-            placed.key, lambda: runner.look(placed.image, self.pipeline.pixels(placed.image))
-        ):
-            self.metrics.vision_encoder_runs.inc()
 
     def _try_image(self, key: bytes, work: Callable[[], None]) -> bool:
         """Work on an image, charged to whoever waits for it."""
@@ -186,12 +220,14 @@ class Engine:
         if batch.images:
             for chunk in batch.chunks:
                 self._live[chunk.seq.id].clock.schedule(started)
-            for job in batch.images:
-                self._encode(job)
+        batch = self._see_ahead(batch)
+        for job in batch.images:
+            self._encode(job)
         for chunk in batch.chunks:
             for context in chunk.images:
+                self._note_context(context)
                 if not chunk.seq.finished:
-                    self._look(context)
+                    self._see(context.placed.key, context.placed.image)
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         previous = self._flight.drawn.tokens if self._flight else None
         logits = self.runner.run(batch, previous)

@@ -5,7 +5,7 @@ Owns the device, the fused model and both pools' tensors. Knows nothing of queue
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.cache.pool_sizes import text_budgets, vision_budgets
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from mmserve.engine.feature_cache import FeatureCache
+from mmserve.engine.feature_cache import Done, FeatureCache
 from mmserve.engine.plan import Planner, StepInput
 from mmserve.engine.rows import slots_in
 from mmserve.engine.vision_mode import vision_mode
@@ -62,6 +62,8 @@ class ModelRunner:
 
     # The step is this thread's own work, so one launched ahead would only delay the answers.
     overlaps = False
+    # Whether images are looked at while steps run, so that a step need not wait for them.
+    sees_beside = False
 
     def __init__(
         self,
@@ -176,50 +178,54 @@ class ModelRunner:
         positions = torch.zeros(1, dtype=torch.long, device=self.device)
         self.adapter.decode(embeds, positions, self._step(plans))
 
+    # -- images ---------------------------------------------------------------------------------
+
     @torch.inference_mode()
-    def encode(self, job: ImageJob, pixels: Any) -> None:
-        """Encode one image by itself and write its KV. `pixels`: what the pipeline made of it, or
-        None if the runner `knows` it.
+    def see(self, image: ImageInput, pixels: Any) -> None:
+        """Start looking at a whole image, which the runner does not know: once for its KV and for
+        every context. `pixels`: what the pipeline made of it."""
+        self._features.put(image.digest, *self._start(lambda: self._look(image, pixels)))
+
+    def _start(self, look: Callable[[], Features]) -> tuple[Features, Done]:
+        return look(), Done()
+
+    def _look(self, image: ImageInput, pixels: Any) -> Features:
+        """What the model's tower makes of an image, alone, in its one shape."""
+        if self.adapter.cross is not None:
+            return Features(self.adapter.cross_states(pixels)[: image.num_tokens])
+        if self.stock:
+            assert image.token_ids is not None
+            return self.adapter.look(image.token_ids, pixels)
+        tokens: Tensor = self.vision_model.encode(pixels.to(self.device))[0]
+        return Features(tokens.to(self.adapter.dtype))
+
+    @torch.inference_mode()
+    def encode(self, job: ImageJob) -> None:
+        """Write the KV of an image that is or was looked at (`see`), by itself.
 
         Each image runs alone, in the same shape always: its KV is a function of the image only,
         to the last bit, whatever else waits.
         """
-        if self.adapter.cross is not None:
-            return self._encode_crossed(job, pixels)
-        if self.stock:
-            return self._encode_stock(job, pixels)
-        embeds = self._native_embeds(job.image, pixels)
-        plans = self._planner.image(job.pages, len(embeds), job.regime)
-        positions = self._planner.image_rows(len(embeds), job.regime)
-        self.adapter.decode(embeds, positions, self._step(plans))
-
-    def _native_embeds(self, image: ImageInput, pixels: Any) -> Tensor:
-        """[n, hidden]"""
-        if self.knows(image.digest):
-            return self._features.get(image.digest).embeds
-        embeds: Tensor = self.vision_model.encode(pixels.to(self.device))[0]
-        return embeds
-
-    def _encode_stock(self, job: ImageJob, inputs: Mapping[str, Any] | None) -> None:
         image = job.image.whole
-        if not self.knows(image.digest):
-            assert inputs is not None
-            self.look(image, inputs)
         features = self._features.get(image.digest)
+        if self.adapter.cross is not None:
+            return self._project(job, features.embeds)
         count = len(features.embeds)
-        local = torch.arange(count) if image.positions is None else torch.as_tensor(image.positions)
-        where = local.to(self.device)
-        if where.dim() < 2 and self.adapter.axes > 1:
-            where = where.expand(self.adapter.axes, count)
-        extra = self.adapter.extras([(0, features)], count)
-        regimes = torch.full((count,), job.regime, device=self.device) if job.regime else None
         plans = self._planner.image(job.pages, count, job.regime)
-        self.adapter.decode(features.embeds, where, self._step(plans), regimes, **extra)
+        where, regimes = self._planner.image_rows(count, job.regime), None
+        if self.stock:
+            local = torch.arange(count) if image.positions is None else image.positions
+            where = torch.as_tensor(local).to(self.device)
+            if where.dim() < 2 and self.adapter.axes > 1:
+                where = where.expand(self.adapter.axes, count)
+            regimes = torch.full((count,), job.regime, device=self.device) if job.regime else None
+        extra = self.adapter.extras([(0, features)], count)
+        # Layers write into what they are given.
+        self.adapter.decode(features.embeds.clone(), where, self._step(plans), regimes, **extra)
 
-    def _encode_crossed(self, job: ImageJob, inputs: Mapping[str, Any]) -> None:
-        """Project an image's keys and values, once for each layer that looks at images."""
+    def _project(self, job: ImageJob, states: Tensor) -> None:
+        """An image's keys and values, once for each layer that looks at images."""
         assert self.adapter.cross is not None
-        states = self.adapter.cross_states(inputs)[: job.image.num_tokens]
         index = torch.arange(len(states), device=self.device)
         size = self.vision[0].shape.page_size
         for layer, *new in self.adapter.cross.project(states):
@@ -229,24 +235,19 @@ class ModelRunner:
             for pool, tensor in zip(self.vision[group].layer(number), new, strict=True):
                 write_kv(pool, slots, tensor)
 
-    @torch.inference_mode()
-    def look(self, image: ImageInput, inputs: Any) -> None:
-        """Run an image through the model's tower, for steps that compute it in its context."""
-        if self.stock:
-            ids = image.whole.token_ids
-            assert ids is not None
-            features = self.adapter.look(ids, inputs)
-        else:
-            features = Features(self._native_embeds(image, inputs).to(self.adapter.dtype))
-        self._features.put(image.digest, features)
-
     def knows(self, digest: bytes) -> bool:
         """Whether an image need not be looked at (again). May be asked on any thread."""
         return digest in self._features
 
+    def has_seen(self, digest: bytes) -> bool:
+        """Whether what is made of an image is there, so that nothing would wait for it."""
+        return self._features.is_ready(digest)
+
     def touch(self, digest: bytes) -> None:
         """An image is in use, even if its KV is found and its features are not needed."""
         self._features.touch(digest)
+
+    # -- steps ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:

@@ -46,8 +46,13 @@ class Features(NamedTuple):
     deep_rows: Tensor | None = None
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        rows = () if self.deep_rows is None else (self.deep_rows,)
+        return (self.embeds, *self.deep, *rows)
+
+    @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in (self.embeds, *self.deep))
+        return sum(part.nbytes for part in self.tensors)
 
     def first(self, count: int) -> Features:
         """Of the first `count` tokens alone."""

@@ -5,6 +5,7 @@ Owns no policy and no tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mmserve.request import ImageInput
@@ -56,10 +57,15 @@ class Chunk:
 
 @dataclass
 class Batch:
-    """One forward pass: images first, then all text chunks together."""
+    """One forward pass: images first, then all text chunks together.
+
+    `held`: chunks that were to be in it, but wait for images. Nothing of them has been done, so
+    they are scheduled again.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     images: list[ImageJob] = field(default_factory=list)
+    held: list[Chunk] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -68,3 +74,14 @@ class Batch:
 
     def __bool__(self) -> bool:
         return bool(self.chunks or self.images)
+
+    def without(self, late: Callable[[ImageInput], bool]) -> Batch:
+        """What of it needs no image that is `late`."""
+        keys = {job.key for job in self.images if late(job.image)}
+        parts: tuple[list[Chunk], list[Chunk]] = ([], [])
+        for chunk in self.chunks:
+            seq, shown = chunk.seq, chunk.images
+            waits = not seq.images_ready and any(placed.key in keys for placed in seq.images)
+            parts[waits or any(late(context.placed.image) for context in shown)].append(chunk)
+        images = [job for job in self.images if job.key not in keys]
+        return Batch(parts[0], images, parts[1])
