@@ -89,7 +89,7 @@ class _QwenTower(nn.Module):
 
     def __init__(self, dims: TowerDims, hidden_size: int) -> None:
         super().__init__()
-        self._patch, self._side = dims.patch, dims.side
+        self._patch, self._half = dims.patch, dims.side // 2
         full = range(dims.layers // 4 - 1, dims.layers, max(dims.layers // 4, 1))
         config = Qwen2_5_VLVisionConfig(
             depth=dims.layers,
@@ -101,17 +101,23 @@ class _QwenTower(nn.Module):
             out_hidden_size=hidden_size,
             fullatt_block_indexes=[n for n in full if n >= 0],
         )
-        self.trunk = Qwen2_5_VisionTransformerPretrainedModel._from_config(config)
+        self.trunk: Any = Qwen2_5_VisionTransformerPretrainedModel._from_config(config)
         span_attention.install(self)
+        # Of the one shape of all images: worked out once, or no graph could hold the tower.
+        grid = torch.tensor([[1, 2 * self._half, 2 * self._half]])
+        told = {"grid_thw": grid, **span_attention.layout(self.trunk, grid)}
+        self._longest = {name: told.pop(name) for name in ("max_seqlen", "max_window_seqlen")}
+        for name, tensor in told.items():
+            self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Patches in the order of the model's processor: four that become a token together."""
-        size, half = self._patch, self._side // 2
+        size, half = self._patch, self._half
         image = pixels.to(next(self.parameters()).dtype)[0, :, : 2 * half * size, : 2 * half * size]
         cut = image.view(3, half, 2, size, half, 2, size).permute(1, 4, 2, 5, 0, 3, 6)
         twice = cut.unsqueeze(5).expand(-1, -1, -1, -1, -1, 2, -1, -1)  # a still picture
-        grid = torch.tensor([[1, 2 * half, 2 * half]], device=pixels.device)
-        out: Any = self.trunk(twice.reshape(4 * half * half, -1), grid_thw=grid)
+        told = {**dict(self.named_buffers(recurse=False)), **self._longest}
+        out: Any = self.trunk(twice.reshape(4 * half * half, -1), **told)
         tokens = getattr(out, "pooler_output", out)
         return (torch.cat(list(tokens)) if isinstance(tokens, (list, tuple)) else tokens)[None]
 

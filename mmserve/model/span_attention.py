@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, vision_utils
 
 # transformers hands whole rows and their borders to what has this word in its name.
 NAME = "mmserve_flash_spans"
@@ -33,6 +33,25 @@ def _takes_spans(tower: Any) -> bool:
     forward = getattr(type(attention), "forward", None)
     code = getattr(forward, "__code__", None)
     return code is not None and "cu_seqlens" in code.co_varnames
+
+
+def layout(tower: Any, grid: Tensor) -> dict[str, Any]:
+    """What the forward of a Qwen2.5-VL tower would work out from `grid` [1, 3] (time, rows and
+    columns of patches), and read back from the device in between; by its arguments' names, where
+    `grid` is."""
+    merge, config = tower.spatial_merge_size, tower.config
+    index, windows = vision_utils.get_vision_window_index(
+        grid, merge, window_size=tower.window_size, patch_size=tower.patch_size
+    )
+    spans = vision_utils.get_vision_cu_seqlens(grid)
+    return {
+        "position_ids": vision_utils.get_vision_position_ids(grid, merge),
+        "window_index": index,
+        "cu_seqlens": spans,
+        "cu_window_seqlens": windows,
+        "max_seqlen": vision_utils.get_max_seqlen(spans, config),
+        "max_window_seqlen": vision_utils.get_max_seqlen(windows, config),
+    }
 
 
 def span_attention(

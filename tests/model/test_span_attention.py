@@ -62,3 +62,22 @@ def test_other_towers_are_left_alone(tmp_path: Path) -> None:
         span_attention.install(model)
         names = {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
         assert span_attention.NAME not in names
+
+
+def test_a_tower_that_is_told_its_layout_gives_the_same_and_reads_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    border = open_border(families.build("qwen2_5_vl", tmp_path))
+    model, _ = families.load(tmp_path / "qwen2_5_vl", "sdpa")
+    span_attention.install(model)
+    tower, image = model.model.visual, border.see(png(families.picture(1, 140, 168)))
+    pixels, grid = (torch.as_tensor(image.inputs[n]) for n in ("pixel_values", "image_grid_thw"))
+    with torch.no_grad():
+        expected = tower(pixels, grid_thw=grid).pooler_output
+        told = span_attention.layout(tower, grid)
+        tower(pixels, grid_thw=grid, **told)  # spans are sorted once
+        reads: list[str] = []
+        for name in ("tolist", "item"):
+            monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: reads.append(name))
+        got = tower(pixels, grid_thw=grid, **told).pooler_output
+    assert torch.equal(got, expected) and not reads
