@@ -38,6 +38,7 @@ from mmserve.model.cuda_layer import (
     DenseChunk,
     rms_norm,
 )
+from mmserve.model.cuda_tower import fuse_towers
 from mmserve.model.fuse import fuse
 from mmserve.model.weights import Loaded
 from mmserve.request import ImageInput
@@ -102,6 +103,7 @@ class CUDARunner(ModelRunner):
                 layers[index] = CUDALayer(layer)
         elif not self.stock:
             fuse(self.lm, table=self.table, weights="dense")
+        fuse_towers(self.adapter.model if self.stock else self.vision_model)
         scaled = self.stock and self.regimes.trained is not None
         self._layout = CUDALayout(self._planner, scaled=scaled)
         each = [self.adapter.layers[group.layers[0]] for group in self.groups]
