@@ -202,6 +202,7 @@ def _bench_engine(args: argparse.Namespace) -> None:
     suite = EngineSuite(
         shape=SHAPES.get(args.shape),
         peer=bool(args.peer),
+        only=tuple(args.case or ()),
         budget_s=args.budget_seconds,
         step_tokens=args.step_tokens,
         json=args.json,
@@ -276,6 +277,7 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     add("--shape", choices=SHAPE_NAMES, default=DEFAULT, help="engine: model dimensions")
+    add("--case", action="append", metavar="TEXT", help="engine: cases that are named like it")
     add(
         "--family",
         action="append",

@@ -40,6 +40,7 @@ class EngineSuite:
 
     shape: ModelShape | None
     peer: bool = False
+    only: tuple[str, ...] = ()  # cases whose names contain one of these; none: all
     budget_s: float = 300.0
     step_tokens: int = 8192  # text tokens in one step
     json: Path | None = None
@@ -61,7 +62,7 @@ def bench_engine(suite: EngineSuite, config: ModelConfig) -> SuiteReport:
     report = SuiteReport(
         command=suite.command,
         suite="engine",
-        model=loaded.spec.name,
+        model=_title(suite, config, loaded),
         facts=facts(device),
         ceilings=ceilings,
         sizes=sizes.shown(),
@@ -93,9 +94,21 @@ def _lines(
     sizes = dataclasses.replace(sizes, itemsize=itemsize)
     read = board_reader(board_uuid(loaded.device)) if loaded.device.type == "cuda" else None
     load = Load(engine, read, suite.seed, deadline)
-    images = suite.shape is None or suite.shape.vision != NO_TOWER
-    cases = EngineCases(load, sizes, ceilings, plan, peers.speeds, images)
-    yield from run_cases(cases.all(), deadline)
+    cases = EngineCases(load, sizes, ceilings, plan, peers.speeds, _shows(suite)).all()
+    chosen = [c for c in cases if not suite.only or any(part in c.name for part in suite.only)]
+    yield from run_cases(chosen, deadline)
+
+
+def _title(suite: EngineSuite, config: ModelConfig, loaded: LoadedModel) -> str:
+    if not _shows(suite):
+        return loaded.spec.name
+    mode = "isolated" if config.vision_mode == "auto" else config.vision_mode
+    return f"{loaded.spec.name}, {mode} images"
+
+
+def _shows(suite: EngineSuite) -> bool:
+    """Whether the shape's own images are worth measuring."""
+    return suite.shape is None or suite.shape.vision != NO_TOWER
 
 
 def _load(suite: EngineSuite, config: ModelConfig, device: torch.device) -> LoadedModel:

@@ -71,11 +71,12 @@ class Sizes:
         """Least time of a decode step that reads all weights and `kv_bytes`."""
         return (self.weight_bytes + kv_bytes) / ceilings.bytes_per_s
 
-    def first_token_seconds(self, new_images: int, ceilings: Ceilings) -> float:
-        """Least time to a first token: weights read once, and the arithmetic of new images."""
+    def first_token_seconds(self, new_images: int, ceilings: Ceilings, again: int = 0) -> float:
+        """Least time to a first token: weights read once, and the arithmetic of new images and of
+        those that pass the decoder `again`."""
         decoder = 2.0 * self.layer_weights * self.image_tokens
-        images = new_images * (self.image_flops + decoder) / ceilings.flops_per_s
-        return self.step_seconds(0, ceilings) + images
+        flops = new_images * self.image_flops + (new_images + again) * decoder
+        return self.step_seconds(0, ceilings) + flops / ceilings.flops_per_s
 
     def shown(self) -> dict[str, float]:
         return {

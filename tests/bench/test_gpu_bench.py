@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2]))
 
 from mmserve.__main__ import build_parser
+from mmserve.bench.suite import Line, SuiteReport
 from tests.bench.test_suite import REPORT, good
 from tests.checks import gpu_bench
 from tests.checks.gpu_bench import Part
@@ -21,7 +23,7 @@ def test_every_part_is_a_command_the_program_knows() -> None:
     for part in suites:
         assert part.words[:2] == ("-m", "mmserve")
         args = build_parser().parse_args(list(part.words[2:]))
-        assert args.workload in ("engine", "kernels")
+        assert args.workload in ("engine", "families", "kernels")
     scripts = {part.words[0] for part in gpu_bench.parts()} - {"-m"}
     assert scripts == {gpu_bench.SERVER_TTFT, gpu_bench.CONTINUOUS}
     assert all(Path(script).is_file() for script in scripts)
@@ -32,6 +34,20 @@ def test_all_time_that_is_left_is_shared_out() -> None:
     assert gpu_bench.budget(480, 1, 4) == 120 - overhead
     assert gpu_bench.budget(480, 4, 4) == 480 - overhead
     assert gpu_bench.budget(5, 1, 1) == 10  # enough to say what is missing
+
+
+def test_a_sliding_window_is_compared_between_the_modes_of_a_shape() -> None:
+    def report(ms: float | None) -> SuiteReport:
+        line = Line("TTFT window of 5, 1 new", ms, "ms")
+        return replace(REPORT, lines=(*good(), line))
+
+    both = {"a": report(80.0), "a-prefix": report(200.0), "b": report(1.0)}
+    (said,) = gpu_bench.sooner(both)
+    assert "a: isolated is 2.50 x sooner" in said and "80.00 against 200.0 ms" in said
+    assert gpu_bench.sooner({"a": report(80.0), "a-prefix": report(None)}) == []
+    names = {part.name for part in gpu_bench.parts()}
+    shapes = {name.removesuffix("-prefix") for name in names if name.endswith("-prefix")}
+    assert shapes == {"idefics2-8b", "qwen2.5-vl-7b"} <= names
 
 
 def test_a_suite_that_dies_leaves_its_lines_and_the_next_one_runs(

@@ -20,6 +20,7 @@ PLAN = Plan(
     question=4,
     view=3,
     repeats=3,
+    image_repeats=2,
     sessions=4,
     shared=(2, 3),
     private=8,

@@ -1,4 +1,4 @@
-"""All suites on one GPU within a given time: kernels, then the engine on every shape.
+"""All suites on one GPU within a given time: the engine on every shape, public families, kernels.
 
 Run: python tests/checks/gpu_bench.py --out DIR [--seconds 480] [--device cuda] [--only NAME …]
 
@@ -9,25 +9,27 @@ JSON and one log a suite, and `gpu_bench.json` and `gpu_bench.md` with everythin
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from mmserve.bench.suite import markdown, read_report
+from mmserve.bench.engine_cases import WINDOW, Plan
+from mmserve.bench.suite import SuiteReport, markdown, number, read_report
 
 ROOT = Path(__file__).parents[2]
 CONTINUOUS = str(Path(__file__).with_name("peer_continuous.py"))
 SERVER_TTFT = str(Path(__file__).with_name("server_ttft.py"))
 
-START_S = 25.0  # importing the libraries and making the weights
-GRACE_S = 20.0  # the case that runs when the budget ends
+START_S = 10.0  # importing the libraries; a suite's own seconds begin behind it
+GRACE_S = 5.0  # the case that runs when the budget ends
+LATE_S = 30.0  # behind its budget: a suite that has not ended then never will
+IN_CONTEXT = "-prefix"  # ends the name of a part whose images see the text before them
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,26 @@ class Part:
 
     name: str
     words: tuple[str, ...]
-    weight: float
+    weight: float  # about the seconds it takes whole, on an H200
 
 
 def parts() -> list[Part]:
-    shapes = {"mistral-7b": 3.0, "idefics2-8b": 2.5, "qwen2.5-7b": 2.0, "llava-7b": 2.0}
-    peer = {"mistral-7b": ("--peer", "transformers")}
-    bench = ("-m", "mmserve", "bench")
-    out = [
-        Part(name, (*bench, "engine", "--shape", name, *peer.get(name, ())), weight)
-        for name, weight in {**shapes, "default": 1.5}.items()
+    """What matters most comes first. The text of qwen2.5-vl-7b is that of qwen2.5-7b."""
+    engine, prefix = ("-m", "mmserve", "bench", "engine", "--shape"), ("--vision-mode", "prefix")
+    images = ("--case", f"TTFT {Plan().view} images")
+    return [
+        Part("mistral-7b", (*engine, "mistral-7b", "--peer", "transformers"), 65),
+        Part("qwen2.5-vl-7b", (*engine, "qwen2.5-vl-7b"), 75),
+        Part(f"qwen2.5-vl-7b{IN_CONTEXT}", (*engine, "qwen2.5-vl-7b", *prefix, *images), 40),
+        Part("idefics2-8b", (*engine, "idefics2-8b"), 65),
+        Part(f"idefics2-8b{IN_CONTEXT}", (*engine, "idefics2-8b", *prefix, *images), 30),
+        Part("server", (SERVER_TTFT, "--shape", "idefics2-8b"), 40),
+        Part("families", ("-m", "mmserve", "bench", "families"), 80),
+        Part("kernels", ("-m", "mmserve", "bench", "kernels"), 40),
+        Part("llava-7b", (*engine, "llava-7b", "--case", "the same"), 35),
+        Part("default", (*engine, "default"), 25),
+        Part("continuous", (CONTINUOUS, "--shape", "mistral-7b"), 35),
     ]
-    out.insert(2, Part("server", (SERVER_TTFT, "--shape", "idefics2-8b"), 1.0))
-    out.append(Part("continuous", (CONTINUOUS, "--shape", "mistral-7b"), 1.0))
-    if importlib.util.find_spec("mmserve.bench.kernels") is not None:
-        out.insert(0, Part("kernels", (*bench, "kernels"), 2.0))
-    return out
 
 
 def budget(remaining: float, weight: float, weights: float) -> float:
@@ -59,12 +65,31 @@ def budget(remaining: float, weight: float, weights: float) -> float:
     return max(remaining * weight / weights - START_S - GRACE_S, 10.0)
 
 
+def sooner(reports: Mapping[str, SuiteReport]) -> list[str]:
+    """How much sooner a window of images that slides is answered where an image is isolated."""
+    out = []
+    for name, isolated in reports.items():
+        in_context = reports.get(name + IN_CONTEXT)
+        ms = [_window_ms(report) for report in (isolated, in_context) if report]
+        if len(ms) == 2 and ms[0] and ms[1]:
+            out.append(
+                f"Sliding images, {name}: isolated is {number(ms[1] / ms[0])} x sooner than prefix "
+                f"({number(ms[0])} against {number(ms[1])} ms)"
+            )
+    return out
+
+
+def _window_ms(report: SuiteReport) -> float | None:
+    found = (line.value for line in report.lines if line.case.startswith(WINDOW))
+    return next(found, None)
+
+
 def run(part: Part, device: str, out: Path, seconds: float) -> str | None:
     """What went wrong, if anything; the suite's JSON holds whatever it measured until then."""
     words = [*part.words, "--device", device, "--budget-seconds", str(int(seconds))]
     words += ["--json", str(out / f"{part.name}.json")]
     command = [sys.executable, *words]
-    limit = seconds + START_S + GRACE_S
+    limit = seconds + LATE_S
     with (out / f"{part.name}.log").open("w") as log:
         try:
             status = subprocess.run(
@@ -93,14 +118,16 @@ def run_all(chosen: Sequence[Part], device: str, out: Path, seconds: float) -> s
 
 def collect(done: Sequence[Part], out: Path, faults: dict[str, str]) -> str:
     sections, data = [], {}
+    reports: dict[str, SuiteReport] = {}
     for part in done:
         file = out / f"{part.name}.json"
         if file.is_file():
             data[part.name] = json.loads(file.read_text())
-            sections.append(markdown(read_report(file)))
+            reports[part.name] = read_report(file)
+            sections.append(markdown(reports[part.name]))
         if part.name in faults:
             sections.append(f"{part.name} {faults[part.name]}; see its log.\n")
-    page = "\n".join(sections)
+    page = "\n".join([*sections, *sooner(reports)])
     (out / "gpu_bench.json").write_text(json.dumps({"suites": data, "faults": faults}, indent=1))
     (out / "gpu_bench.md").write_text(page)
     return page
