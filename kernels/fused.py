@@ -1,6 +1,6 @@
 """The elementwise steps between a layer's matrix products on a GPU, in Triton.
 
-Owns four kernels: residual + RMS norm, rotary + KV write, KV write alone, gated SiLU. Their plain
+Owns four kernels: residual + RMS norm, rotary + KV write, KV write alone, gating. Their plain
 statements are in mmserve.kernels.plain. Knows nothing of models or requests. Everything is
 computed in float32 and rounded once, when written. Launches allocate nothing and read nothing back,
 so they can be captured; a row's bits do not depend on how many rows there are, because the shapes
@@ -12,7 +12,7 @@ of programs follow from the row's width alone.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import triton
 import triton.language as tl
@@ -24,9 +24,12 @@ MAX_WIDTH = 16384  # a row stays in one program's registers
 TOKENS = 4  # of one head, by one warp: 16-byte accesses at 128 dimensions, and no loss at one token
 CHUNK = 1024  # of a row of gated outputs
 
+Gate = Literal["silu", "gelu"]  # the latter by its tanh
+Norm = tuple[Tensor, float]  # gain [W] of any floating dtype, eps
+
 
 class HeadNorm(NamedTuple):
-    """RMS norm of every query and key head before the rotation; weights [D]."""
+    """RMS norm of every query and key head before the rotation; gains [D]."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -52,28 +55,41 @@ class Turns(NamedTuple):
 
 
 @triton.jit
+def _rms(x, eps, WIDTH: tl.constexpr):
+    """What a row x, float32 and zero beyond WIDTH, is divided by, as a factor."""
+    return tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+
+
+@triton.jit
 def _add_rms_norm(
-    x, residual, weight, out, x_row, residual_row, out_row, eps,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, CHAINED: tl.constexpr,
+    x, residual, after, weight, out, x_row, residual_row, out_row, after_eps, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, AFTER: tl.constexpr,
+    NORMS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One row. The strides are of rows."""
+    """One row. The strides are of rows. ADDS x, by AFTER normalised, and NORMS what it then is."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     ok = at < WIDTH
-    gain = tl.load(weight + at, mask=ok, other=0.0).to(tl.float32)
+    # Gains depend on nobody: they arrive while the launch before ends.
+    if AFTER:
+        after_gain = tl.load(after + at, mask=ok, other=0.0).to(tl.float32)
+    if NORMS:
+        gain = tl.load(weight + at, mask=ok, other=0.0).to(tl.float32)
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     total = tl.load(residual + row * residual_row + at, mask=ok, other=0.0)
     if ADDS:
         added = tl.load(x + row * x_row + at, mask=ok, other=0.0).to(tl.float32)
+        if AFTER:
+            added = added * _rms(added, after_eps, WIDTH) * after_gain
         # Rounded before the norm, which so sees what the next layer reads.
         total = (total.to(tl.float32) + added).to(residual.dtype.element_ty)
         tl.store(residual + row * residual_row + at, total, mask=ok)
-    wide = total.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    scaled = wide * factor * gain
-    tl.store(out + row * out_row + at, scaled.to(out.dtype.element_ty), mask=ok)
+    if NORMS:
+        wide = total.to(tl.float32)
+        scaled = wide * _rms(wide, eps, WIDTH) * gain
+        tl.store(out + row * out_row + at, scaled.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -84,39 +100,66 @@ def _place(slot, text, vision, head, text_head, vision_head, D: tl.constexpr):
     return tl.where(slot >= 0, in_text, in_vision)
 
 
+@triton.jit
+def _write(at, first, second, rest, half, ok, tail, tail_ok, ROTARY: tl.constexpr, D: tl.constexpr):
+    """Heads from `at` [TILE] on: the halves of what is turned, and the rest."""
+    kind = at.dtype.element_ty
+    tl.store(at[:, None] + half[None, :], first.to(kind), mask=ok)
+    tl.store(at[:, None] + ROTARY // 2 + half[None, :], second.to(kind), mask=ok)
+    if ROTARY < D:
+        tl.store(at[:, None] + tail[None, :], rest.to(kind), mask=tail_ok)
+
+
+@triton.jit
+def _gain(weight, at, ok):
+    """float32 [1, len(at)]"""
+    return tl.load(weight + at, mask=ok, other=0.0).to(tl.float32)[None, :]
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_store(
     qkv, cos_rows, sin_rows, places, slots, q_out, k_text, v_text, k_vision, v_vision,
     q_weight, k_weight, eps, num_tokens, qkv_row, turn_row, q_row, text_head, vision_head,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    TILE: tl.constexpr, PLACED: tl.constexpr, NORM: tl.constexpr, CHAINED: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, TILE: tl.constexpr, PLACED: tl.constexpr,
+    NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """TILE tokens of one head. HALF is D / 2 padded to a power of two."""
+    """TILE tokens of one head, whose first ROTARY dimensions are turned. HALF and REST: ROTARY / 2
+    and D - ROTARY padded to powers of two."""
     head = tl.program_id(0)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
     dim = tl.arange(0, HALF)
-    ok = (token < num_tokens)[:, None] & (dim < D // 2)[None, :]
-    stored = ok & (slot != -1)[:, None]
+    inside = dim < ROTARY // 2
+    tail = ROTARY + tl.arange(0, REST)
+    here = (token < num_tokens)[:, None]
+    stored = (slot != -1)[:, None]
+    ok = here & inside[None, :]
+    tail_ok = here & (tail < D)[None, :]
     row = token.to(tl.int64)
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    source = qkv + (row * qkv_row + head * D)[:, None] + dim[None, :]
-    first = tl.load(source, mask=ok, other=0.0)
-    second = tl.load(source + D // 2, mask=ok, other=0.0)
+    source = qkv + (row * qkv_row + head * D)[:, None]
+    first = tl.load(source + dim[None, :], mask=ok, other=0.0)
+    second = tl.load(source + ROTARY // 2 + dim[None, :], mask=ok, other=0.0)
+    rest = first
+    if ROTARY < D:
+        rest = tl.load(source + tail[None, :], mask=tail_ok, other=0.0)
     if head < HEADS + KV_HEADS:
         a = first.to(tl.float32)
         b = second.to(tl.float32)
+        c = rest.to(tl.float32)
         if NORM:
             weight = q_weight if head < HEADS else k_weight
-            factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
-            inside = dim < D // 2
-            a *= factor * tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
-            b *= (
-                factor
-                * tl.load(weight + D // 2 + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
-            )
+            squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+            if ROTARY < D:
+                squares += tl.sum(c * c, 1)
+            factor = tl.rsqrt(squares / D + eps)[:, None]
+            a *= factor * _gain(weight, dim, inside)
+            b *= factor * _gain(weight + ROTARY // 2, dim, inside)
+            if ROTARY < D:
+                c *= factor * _gain(weight, tail, tail < D)
         place = row
         if PLACED:
             place = tl.load(places + token, mask=token < num_tokens, other=0).to(tl.int64)
@@ -126,20 +169,17 @@ def _rotate_store(
         x = a * cos - b * sin
         y = b * cos + a * sin
         if head < HEADS:
-            target = q_out + (row * q_row + head * D)[:, None] + dim[None, :]
-            tl.store(target, x.to(q_out.dtype.element_ty), mask=ok)
-            tl.store(target + D // 2, y.to(q_out.dtype.element_ty), mask=ok)
+            target = q_out + row * q_row + head * D
+            _write(target, x, y, c, dim, ok, tail, tail_ok, ROTARY, D)
         else:
             target = _place(slot, k_text, k_vision, head - HEADS, text_head, vision_head, D)
-            target = target[:, None] + dim[None, :]
-            tl.store(target, x.to(k_text.dtype.element_ty), mask=stored)
-            tl.store(target + D // 2, y.to(k_text.dtype.element_ty), mask=stored)
+            _write(target, x, y, c, dim, ok & stored, tail, tail_ok & stored, ROTARY, D)
     else:
         index = head - HEADS - KV_HEADS
         target = _place(slot, v_text, v_vision, index, text_head, vision_head, D)
-        target = target[:, None] + dim[None, :]
-        tl.store(target, first.to(v_text.dtype.element_ty), mask=stored)
-        tl.store(target + D // 2, second.to(v_text.dtype.element_ty), mask=stored)
+        _write(
+            target, first, second, rest, dim, ok & stored, tail, tail_ok & stored, ROTARY, D
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -167,9 +207,18 @@ def _store(
 
 
 @triton.jit
-def _silu_mul(
-    both, out, both_row, out_row,
-    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
+def opening(x, GELU: tl.constexpr):
+    """silu of float32 x, or gelu by its tanh: either is x times a sigmoid."""
+    steep = x
+    if GELU:
+        steep = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 sqrt(2 / pi)
+    return x / (1.0 + tl.exp(-steep))
+
+
+@triton.jit
+def _gated_mul(
+    both, out, both_row, out_row, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    GELU: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """CHUNK of the WIDTH outputs of one row."""
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
@@ -180,29 +229,48 @@ def _silu_mul(
         tl.extra.cuda.gdc_wait()
     gate = tl.load(both + row * both_row + at, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(both + row * both_row + WIDTH + at, mask=ok, other=0.0).to(tl.float32)
-    gated = gate / (1.0 + tl.exp(-gate)) * up
+    gated = opening(gate, GELU) * up
     tl.store(out + row * out_row + at, gated.to(out.dtype.element_ty), mask=ok)
 
 
 def add_rms_norm(
-    x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, out: Tensor
+    x: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    after: Norm | None = None,
 ) -> None:
     """residual += x, in place; out = residual / sqrt(mean(residual^2) + eps) * weight.
 
     x (None: nothing is added), residual and out [T, W], W at most 16384, weight [W]; each of any
     floating dtype, rows contiguous. The sum is rounded to residual's dtype before the norm.
+    `after`: by what x is normalised before it is added.
     """
+    _norm(x, residual, after, (weight, eps), out)
+
+
+def add_normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """residual += x / sqrt(mean(x^2) + eps) * weight, in place; the rest as above."""
+    _norm(x, residual, (weight, eps), None, residual)
+
+
+def _norm(
+    x: Tensor | None, residual: Tensor, after: Norm | None, norm: Norm | None, out: Tensor
+) -> None:
     num_tokens, width = residual.shape
     assert width <= MAX_WIDTH, "a row has to fit into one program"
-    assert residual.stride(1) == 1 and out.stride(1) == 1 and (x is None or x.stride(1) == 1)
+    added = residual if x is None else x
+    assert residual.stride(1) == added.stride(1) == out.stride(1) == 1
     if num_tokens == 0:
         return
     padded = triton.next_power_of_2(width)
-    source = residual if x is None else x
+    (after_gain, after_eps), (gain, eps) = (part or (residual, 0.0) for part in (after, norm))
     _add_rms_norm[(num_tokens,)](
-        source, residual, weight, out, source.stride(0), residual.stride(0), out.stride(0), eps,
-        WIDTH=width, PADDED=padded, ADDS=x is not None,
-        num_warps=min(max(padded // 512, 1), 16), **chained(residual.device),
+        added, residual, after_gain, gain, out, added.stride(0), residual.stride(0), out.stride(0),
+        after_eps, eps, WIDTH=width, PADDED=padded, ADDS=x is not None, AFTER=after is not None,
+        NORMS=norm is not None, num_warps=min(max(padded // 512, 1), 16),
+        **chained(residual.device),
     )  # fmt: skip
 
 
@@ -214,20 +282,24 @@ def rotate_store(
     text: tuple[Tensor, Tensor],
     vision: tuple[Tensor, Tensor],
     norm: HeadNorm | None = None,
+    rotary: int | None = None,
 ) -> None:
     """From packed q, k, v to rotated q and stored k, v.
 
     qkv [T, (H + 2 Hkv) D], rows contiguous; slots [T] int32 or int64 as an `AttentionPlan` names
     them: page * page_size + offset in text, a `vision_slot` or NOWHERE; q_out [T, H, D], heads
     contiguous; text, vision: (K, V), each [Hkv, pages, page_size, D], a head's pages contiguous.
-    With `norm` every head of q and k is normalised before it is turned.
+    With `norm` every head of q and k is normalised before it is turned. `rotary`: how many of a
+    head's dimensions are turned, its first ones; None: all.
     """
     num_tokens, heads, dim = q_out.shape
     kv_heads = text[0].shape[0]
-    assert qkv.shape == (num_tokens, (heads + 2 * kv_heads) * dim) and dim % 2 == 0
+    assert qkv.shape == (num_tokens, (heads + 2 * kv_heads) * dim)
     assert qkv.stride(1) == 1 and q_out.stride()[1:] == (dim, 1)
+    turned = dim if rotary is None else rotary
+    assert turned % 2 == 0 and 0 < turned <= dim
     cos, sin, places = turns
-    assert cos.stride() == sin.stride() == (cos.stride(0), 1) and cos.shape[1] >= dim // 2
+    assert cos.stride() == sin.stride() == (cos.stride(0), 1) and cos.shape[1] >= turned // 2
     strides = _head_strides(text, vision)
     if num_tokens == 0:
         return
@@ -237,7 +309,8 @@ def rotate_store(
         qkv, cos, sin, slots if places is None else places, slots, q_out, *text, *vision,
         q_weight, k_weight, eps, num_tokens, qkv.stride(0), cos.stride(0), q_out.stride(0),
         *strides,
-        HEADS=heads, KV_HEADS=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2),
+        HEADS=heads, KV_HEADS=kv_heads, D=dim, ROTARY=turned,
+        HALF=triton.next_power_of_2(turned // 2), REST=triton.next_power_of_2(max(dim - turned, 1)),
         TILE=TOKENS, PLACED=places is not None, NORM=norm is not None, num_warps=1,
         **chained(qkv.device),
     )  # fmt: skip
@@ -270,14 +343,14 @@ def _head_strides(text: tuple[Tensor, Tensor], vision: tuple[Tensor, Tensor]) ->
     return text[0].stride(0), vision[0].stride(0)
 
 
-def silu_mul(both: Tensor, out: Tensor) -> None:
-    """out = silu(gate) * up of both [T, 2 F] (gate first), out [T, F]; rows contiguous."""
+def gated_mul(both: Tensor, out: Tensor, gate: Gate = "silu") -> None:
+    """out = gate(x) * up of both [T, 2 F], x first; out [T, F]; rows contiguous."""
     num_tokens, width = out.shape
     assert both.shape == (num_tokens, 2 * width) and both.stride(1) == 1 and out.stride(1) == 1
     if num_tokens == 0:
         return
     chunks = triton.cdiv(width, CHUNK)
-    _silu_mul[(num_tokens * chunks,)](
-        both, out, both.stride(0), out.stride(0),
-        WIDTH=width, CHUNKS=chunks, CHUNK=CHUNK, num_warps=4, **chained(both.device),
+    _gated_mul[(num_tokens * chunks,)](
+        both, out, both.stride(0), out.stride(0), WIDTH=width, CHUNKS=chunks, CHUNK=CHUNK,
+        GELU=gate == "gelu", num_warps=4, **chained(both.device),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """One activation row times a weight matrix on a GPU, in Triton, with what stands around it fused.
 
 Owns the decode step of a single stream, where reading the weights is all the cost: RMS norm before
-the product, bias, gated SiLU or residual after it, each without a pass of its own. Knows nothing of
+the product, bias, gating or residual after it, each without a pass of its own. Knows nothing of
 models. Sums are float32; nothing is rounded between the norm and the result.
 """
 
@@ -15,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from mmserve.kernels.chain import chained
+from mmserve.kernels.fused import Gate, Norm, opening
 
 
 @triton.jit
 def _gemv(
     x, weight, bias, gain, out, eps, num_out,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    CHAINED: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    ADD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """ROWS outputs a program; GATED reads their rows and those num_out further down."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -65,7 +66,7 @@ def _gemv(
     factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps) if NORM else 1.0
     y = y * factor
     if GATED:
-        y = y / (1.0 + tl.exp(-y)) * (tl.sum(acc_up, 1) * factor)
+        y = opening(y, GELU) * (tl.sum(acc_up, 1) * factor)
     if BIAS:
         y += tl.load(bias + n, mask=ok, other=0.0).to(tl.float32)
     if ADD:
@@ -90,14 +91,15 @@ def gemv(
     out: Tensor,
     *,
     bias: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm | None = None,
     gated: bool = False,
+    gate: Gate = "silu",
     add: bool = False,
 ) -> None:
     """out [1, N] = f(x [1, K] times weight [N, K], rows contiguous).
 
-    `norm` (weight [K], eps): x is RMS-normalised first. `bias` [N]. `gated`: weight is [2 N, K],
-    gate above up, and out = silu(gate) * up. `add`: out is added to instead of written.
+    `norm`, of K: x is RMS-normalised first. `bias` [N]. `gated`: weight is [2 N, K], what opens
+    the gate above what goes through it. `add`: out is added to instead of written.
     """
     num_out, width = out.shape[1], weight.shape[1]
     assert x.shape == (1, width) and weight.is_contiguous() and weight.shape[0] >= num_out
@@ -107,5 +109,5 @@ def gemv(
     _gemv[(triton.cdiv(num_out, rows),)](
         x, weight, x if bias is None else bias, gain, out, eps, num_out,
         K=width, ROWS=rows, BLOCK_K=block, NORM=norm is not None, BIAS=bias is not None,
-        GATED=gated, ADD=add, num_warps=4, **chained(x.device),
+        GATED=gated, GELU=gate == "gelu", ADD=add, num_warps=4, **chained(x.device),
     )  # fmt: skip

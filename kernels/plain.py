@@ -15,12 +15,28 @@ from mmserve.kernels.reference import AttentionPlan, rotate, write_step
 
 
 def add_rms_norm(
-    x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, out: Tensor
+    x: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    after: tuple[Tensor, float] | None = None,
 ) -> None:
-    """residual [T, W] += x [T, W] (None: nothing), in place; out [T, W] = its RMS norm * weight."""
-    if x is not None:
+    """residual [T, W] += x [T, W] (None: nothing), in place; out [T, W] = its RMS norm * weight.
+
+    `after` (weight, eps): x is normalised before it is added.
+    """
+    if after is not None and x is not None:
+        add_normed(x, residual, *after)
+    elif x is not None:
         residual.copy_(residual.float() + x.float())
     out.copy_(functional.rms_norm(residual.float(), weight.shape, weight.float(), eps))
+
+
+def add_normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """residual [T, W] += the RMS norm * weight of x [T, W], in place."""
+    normed = functional.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    residual.copy_(residual.float() + normed)
 
 
 def rotate_store(
@@ -31,6 +47,7 @@ def rotate_store(
     text: tuple[Tensor, Tensor],
     vision: tuple[Tensor, Tensor],
     norm: tuple[Tensor, Tensor, float] | None = None,
+    rotary: int | None = None,
 ) -> None:
     """Rotated q and stored k, v from packed qkv [T, (H + 2 Hkv) D]; see `fused.rotate_store`."""
     _, heads, dim = q_out.shape
@@ -42,9 +59,11 @@ def rotate_store(
         q = functional.rms_norm(q, (dim,), q_weight.float(), eps)
         k = functional.rms_norm(k, (dim,), k_weight.float(), eps)
     turn = slice(len(qkv)) if turns[2] is None else turns[2].long()
-    cos, sin = (part[turn, None, : dim // 2].float() for part in turns[:2])  # [T, 1, D / 2]
-    q_out.copy_(rotate(q, cos, sin))
-    store(rotate(k, cos, sin), v, slots, text, vision)
+    turned = dim if rotary is None else rotary
+    cos, sin = (part[turn, None, : turned // 2].float() for part in turns[:2])  # [T, 1, half]
+    q, k = (torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), -1) for x in (q, k))
+    q_out.copy_(q)
+    store(k, v, slots, text, vision)
 
 
 def store(
@@ -59,10 +78,11 @@ def store(
     write_step(AttentionPlan(slots.long(), none, none, ()), text, vision, k, v)
 
 
-def silu_mul(both: Tensor, out: Tensor) -> None:
-    """out [T, F] = silu(gate) * up of both [T, 2 F], gate first."""
-    gate, up = both.float().chunk(2, 1)
-    out.copy_(functional.silu(gate) * up)
+def gated_mul(both: Tensor, out: Tensor, gate: str = "silu") -> None:
+    """out [T, F] = gate(x) * up of both [T, 2 F], x first; `gate`: silu, or gelu by its tanh."""
+    x, up = both.float().chunk(2, 1)
+    opened = functional.gelu(x, approximate="tanh") if gate == "gelu" else functional.silu(x)
+    out.copy_(opened * up)
 
 
 def kept_tokens(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from mmserve.kernels.gemv import gemv
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.reference import rope_table
 from mmserve.kernels.work_builder import WorkBuilder
-from mmserve.model.cuda_layer import BACKENDS
+from mmserve.model.cuda_step import BACKENDS
 
 Call = Callable[[], object]
 

@@ -30,14 +30,9 @@ from mmserve.kernels.gemv import gemv
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.reference import NOWHERE
 from mmserve.kernels.work_builder import WorkBuilder
+from mmserve.model import cuda_layer
 from mmserve.model.adapter import Features
-from mmserve.model.cuda_layer import (
-    DENSE_MULTIPLE,
-    CUDALayer,
-    CUDAStep,
-    DenseChunk,
-    rms_norm,
-)
+from mmserve.model.cuda_step import DENSE_MULTIPLE, CUDAStep, DenseChunk
 from mmserve.model.cuda_tower import fuse_towers
 from mmserve.model.fuse import fuse
 from mmserve.model.weights import Loaded
@@ -91,17 +86,15 @@ class CUDARunner(ModelRunner):
         return self._sliced
 
     def _fuse(self) -> None:
-        layers = self.adapter.decoder.layers
-        self._fused = all(CUDALayer.fits(layer) for layer in layers) and self._turns_whole_heads()
+        self._fused = cuda_layer.install(self.adapter, bare=not self.stock)
         if self._sliced and not self._fused:
-            raise ValueError("deterministic needs Llama-style layers")
+            raise ValueError("deterministic needs layers of a kind that is fused")
         shows = not self.stock or hasattr(self.adapter.model.config, "vision_config")
         if self._sliced and self.in_context and shows:
             raise ValueError("deterministic needs images that are computed by themselves")
-        if self._fused:
-            for index, layer in enumerate(layers):
-                layers[index] = CUDALayer(layer)
-        elif not self.stock:
+        capped = any(of.softcap is not None for of in self.adapter.layers.values())
+        self._reads_densely = self._fused and not self._sliced and not capped
+        if not self._fused and not self.stock:
             fuse(self.lm, table=self.table, weights="dense")
         fuse_towers(self.adapter.model if self.stock else self.vision_model)
         scaled = self.stock and self.regimes.trained is not None
@@ -134,17 +127,6 @@ class CUDARunner(ModelRunner):
             WorkBuilder(of.heads // of.kv_heads, splits, abreast=self._processors // of.kv_heads)
             for of in each
         ]
-
-    @torch.inference_mode()
-    def _turns_whole_heads(self) -> bool:
-        """Whether the model's rotary module gives what the fused layer turns by: [1, T, D]."""
-        if not self.stock:
-            return True
-        axes, dim = self.adapter.axes, next(iter(self.adapter.layers.values())).head_dim
-        where = torch.zeros((axes, 1, 1) if axes > 1 else (1, 1), dtype=torch.long)
-        anything = torch.zeros(1, dtype=self.adapter.dtype, device=self.device)
-        cos, _ = self.adapter.decoder.rotary_emb(anything, where.to(self.device))
-        return tuple(cos.shape) == (1, 1, dim)
 
     @torch.inference_mode()
     def _warm_up(self, width: int) -> None:
@@ -318,7 +300,7 @@ class CUDARunner(ModelRunner):
 
     def _reads_itself(self, reader: work.Reader) -> bool:
         """Whether a library's causal attention over the chunk alone is all it takes."""
-        if reader.num_queries <= BUCKETS[-1] or self._sliced or not self._fused:
+        if reader.num_queries <= BUCKETS[-1] or not self._reads_densely:
             return False
         lo, hi, visual_lo, visual_hi = reader.matrix
         causal = hi[0] == 1 and bool((np.diff(hi) == 1).all()) and not lo.any()
@@ -370,8 +352,8 @@ class CUDARunner(ModelRunner):
         x = embeds[None].clone()
         for layer in self.adapter.decoder.layers:
             x = layer(x, step=step)
-        norm = self.adapter.decoder.norm
-        return rms_norm(x[0], norm.weight, float(norm.variance_epsilon))
+        hidden: Tensor = self.adapter.decoder.norm(x)[0]
+        return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.stock:

@@ -19,7 +19,7 @@ from mmserve.engine.feature_cache import Done
 from mmserve.engine.graphs import Graphs
 from mmserve.engine.transfer import send
 from mmserve.model.adapter import Features
-from mmserve.model.cuda_layer import BACKENDS
+from mmserve.model.cuda_step import BACKENDS
 
 
 class VisionStream:

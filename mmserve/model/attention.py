@@ -74,13 +74,15 @@ class Step:
 
 
 class Layer(NamedTuple):
-    """How a layer's attention is called. `window`: keys that a query reads; None: all."""
+    """How a layer's attention is called. `window`: keys that a query reads; None: all. `softcap`:
+    of its scores."""
 
     heads: int
     kv_heads: int
     head_dim: int
     window: int | None = None
     cross: bool = False
+    softcap: float | None = None
 
 
 class Probe:
@@ -89,9 +91,11 @@ class Probe:
     def __init__(self) -> None:
         self.layers: dict[int, Layer] = {}
 
-    def note(self, layer: int, q: Tensor, k: Tensor, window: int | None) -> Tensor:
+    def note(
+        self, layer: int, q: Tensor, k: Tensor, window: int | None, softcap: float | None
+    ) -> Tensor:
         """q [T, H, D], k [T, Hkv, D]."""
-        self.layers[layer] = Layer(q.shape[1], k.shape[1], q.shape[2], window)
+        self.layers[layer] = Layer(q.shape[1], k.shape[1], q.shape[2], window, softcap=softcap)
         return torch.zeros_like(q)
 
     def look(self, layer: int, q: Tensor, kv_heads: int, scale: float) -> Tensor:
@@ -117,7 +121,7 @@ def mmserve_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     layer: Any = module.layer_idx
     if isinstance(step, Probe):
-        return step.note(layer, q, k, sliding_window)[None], None
+        return step.note(layer, q, k, sliding_window, softcap)[None], None
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return step.attend(layer, q, k, v, scale, softcap, s_aux)[None], None
 

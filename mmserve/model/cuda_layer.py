@@ -1,150 +1,69 @@
-"""A whole Llama-style decoder layer on a GPU: four matrix products and Triton between them.
+"""A whole decoder layer on a GPU: four matrix products and Triton between them.
 
-Owns the fused layer that takes the place of transformers' one, and `CUDAStep`, what one model call
-reads and writes. Knows nothing of sequences or scheduling. Long products are cuBLAS's; a single row
-is a matter of reading weights and has a kernel of its own.
+Owns the layer and the final norm that take the place of transformers' own, and which of them they
+can stand for. Knows nothing of sequences, scheduling or where keys are held. Long products are
+cuBLAS's; a single row is a matter of reading weights and has a kernel of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mmserve.cache.kv_pool import KVPool
-from mmserve.kernels import attention, fused
+from mmserve.kernels import fused
+from mmserve.kernels.fused import Gate, Norm
 from mmserve.kernels.gemv import gemv
-from mmserve.kernels.launch import Launch
-from mmserve.model.attention import Place
+from mmserve.model.adapter import Adapter
+from mmserve.model.attention import Probe
+from mmserve.model.cuda_step import CUDAStep
 
-# Of PyTorch's dense attention, the best first: on an H200 cuDNN's is twice its flash one's speed.
-BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-DENSE_MULTIPLE = 512  # keys of a dense chunk
-
-FITTING = (
+# Of decoders that are nothing but such layers and a norm behind them.
+BARE = (
     *("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"),
     *("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer"),
 )
+FITTING = (
+    *BARE,
+    *("GemmaDecoderLayer", "Gemma2DecoderLayer", "Gemma3DecoderLayer", "Phi3DecoderLayer"),
+    "MllamaSelfAttentionDecoderLayer",
+)
 
-
-class DenseChunk(NamedTuple):
-    """A long chunk that reads nothing but itself, causally: rows [first_row, first_row + num_rows).
-
-    `slots` [N] int64 are those of its keys, N >= num_rows a multiple of DENSE_MULTIPLE (any slot
-    stands for what is missing): the library prepares itself once for each length.
-    """
-
-    first_row: int
-    num_rows: int
-    slots: Tensor
-
-
-@dataclass(frozen=True)
-class CUDAStep:
-    """One model call's attention, by layer group where not said otherwise.
-
-    `work` int32: the tables of mmserve.kernels.work, one set a group; `slots` [groups, T] int32 as
-    an `AttentionPlan` names them; `rope` [positions, 2, D / 2] float32: by it queries are turned
-    back before images stored at local positions; `turns`: what fused layers rotate by, None where
-    the model computes it; `places`: each layer's group, and its number there.
-    """
-
-    work: Tensor
-    slots: Tensor
-    rope: Tensor
-    turns: fused.Turns | None
-    scratch: attention.Scratch
-    launch: Launch
-    text: tuple[KVPool, ...]
-    vision: tuple[KVPool, ...]
-    places: dict[int, Place]
-    dense: tuple[tuple[DenseChunk, ...], ...] = ()
-
-    def pools(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(K, V) of text and of images, each [Hkv, pages, page_size, D]."""
-        group, number = self.places[layer]
-        return self.text[group].layer(number), self.vision[group].layer(number)
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """q [T, H, D], k and v [T, Hkv, D], rotated -> [T, H, D]; stores k and v."""
-        fused.store(k, v, self.slots[self.places[layer][0]], *self.pools(layer))
-        return self.read(layer, q.contiguous(), scale, softcap, sinks)
-
-    def look(self, layer: int, q: Tensor, kv_heads: int, scale: float) -> Tensor:
-        """q [T, H, D] over images that are stored already -> [T, H, D]."""
-        return self.read(layer, q.contiguous(), scale)
-
-    def read(
-        self,
-        layer: int,
-        q: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """q [T, H, D] over what is stored -> [T, H, D]."""
-        group, out, (text, vision) = self.places[layer][0], torch.empty_like(q), self.pools(layer)
-        attention.paged_attention(
-            *(q, self.work, text, vision, self.rope, scale, self.scratch, out, self.launch),
-            group=group,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        for chunk in self.dense[group] if self.dense else ():
-            assert softcap is None and sinks is None
-            rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
-            out[rows] = _read_densely(chunk, q[rows], text, scale)
-        return out
-
-
-def _read_densely(
-    chunk: DenseChunk, q: Tensor, text: tuple[Tensor, Tensor], scale: float
-) -> Tensor:
-    """q [num_rows, H, D] -> the same."""
-    keys, values = (pool.flatten(1, 2).index_select(1, chunk.slots)[None] for pool in text)
-    asked = functional.pad(q, (0, 0, 0, 0, 0, len(chunk.slots) - chunk.num_rows))
-    with sdpa_kernel(BACKENDS, set_priority=True):
-        read = functional.scaled_dot_product_attention(
-            asked.transpose(0, 1)[None], keys, values, is_causal=True, scale=scale, enable_gqa=True
-        )
-    return read[0, :, : chunk.num_rows].transpose(0, 1)
+GATES: dict[Gate, Any] = {
+    "silu": functional.silu,
+    "gelu": partial(functional.gelu, approximate="tanh"),
+}
 
 
 class CUDALayer(nn.Module):
-    """Drop-in for a transformers decoder layer with RMS norms and SwiGLU."""
+    """Drop-in for a transformers decoder layer with RMS norms and a gated MLP."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, softcap: float | None = None) -> None:
+        """`softcap`: of its attention's scores."""
         super().__init__()
         attend, mlp = layer.self_attn, layer.mlp
         self.index: int = attend.layer_idx
         self.head_dim: int = attend.head_dim
         self.scaling: float = attend.scaling
-        self.qkv, self.qkv_bias = _pack(attend.q_proj, attend.k_proj, attend.v_proj)
+        self.softcap = softcap
+        self.qkv, self.qkv_bias = _pack(*_parts(attend, "qkv", ("q", "k", "v")))
         self.out, _ = _pack(attend.o_proj)
-        self.gate_up, _ = _pack(mlp.gate_proj, mlp.up_proj)
+        self.gate_up, _ = _pack(*_parts(mlp, "gate_up", ("gate", "up")))
         self.down, _ = _pack(mlp.down_proj)
-        self.norms = [_norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)]
+        gate = _gate_of(mlp)
+        assert gate is not None, "does not fit"
+        self.gate: Gate = gate
+        first, second = _norm_of(layer.input_layernorm), _norm_of(layer.post_attention_layernorm)
+        self.before, self.after = (first, second), None
+        if hasattr(layer, "pre_feedforward_layernorm"):  # the second is what its name says
+            self.before = first, _norm_of(layer.pre_feedforward_layernorm)
+            self.after = second, _norm_of(layer.post_feedforward_layernorm)
         self.head_norm: fused.HeadNorm | None = None
         if hasattr(attend, "q_norm"):
-            (q_weight, eps), (k_weight, _) = _norm(attend.q_norm), _norm(attend.k_norm)
+            (q_weight, eps), (k_weight, _) = _norm_of(attend.q_norm), _norm_of(attend.k_norm)
             self.head_norm = fused.HeadNorm(q_weight, k_weight, eps)
 
     @staticmethod
@@ -153,9 +72,8 @@ class CUDALayer(nn.Module):
         if type(layer).__name__ not in FITTING:
             return False
         attend, mlp = layer.self_attn, layer.mlp
-        plain = (attend.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        gated = type(mlp.act_fn).__name__.startswith("SiLU")
-        return gated and all(linear.bias is None for linear in plain)
+        plain = (attend.o_proj, mlp.down_proj, *_parts(mlp, "gate_up", ("gate", "up")))
+        return _gate_of(mlp) is not None and all(linear.bias is None for linear in plain)
 
     def forward(
         self,
@@ -167,59 +85,154 @@ class CUDALayer(nn.Module):
     ) -> Tensor:
         """hidden_states [1, T, hidden] -> the same, updated in place.
 
-        `position_embeddings`: cos and sin [1, T, D] by the model's own rotary module, for steps
-        without `turns`.
+        `position_embeddings`: cos and sin [1, T, R] by the model's own rotary module, for steps
+        without `turns`; the first R of a head's dimensions are turned.
         """
         x = hidden_states[0]
-        qkv = self._normed(x, 0, self.qkv, self.qkv_bias)
+        if len(x) == 1:
+            qkv = x.new_empty(1, len(self.qkv))
+            gemv(x, self.qkv, qkv, bias=self.qkv_bias, norm=self.before[0])
+        else:
+            qkv = functional.linear(rms_norm(x, *self.before[0]), self.qkv, self.qkv_bias)
+        turns, rotary = step.turns, None
+        if turns is None:
+            assert position_embeddings is not None
+            cos, sin = (part[0] for part in position_embeddings)
+            turns, rotary = fused.Turns(cos, sin), cos.shape[1]
         text, vision = step.pools(self.index)
         num_heads = qkv.shape[1] // self.head_dim - 2 * text[0].shape[0]
         q = x.new_empty(len(x), num_heads, self.head_dim)
-        turns = step.turns
-        if turns is None:
-            assert position_embeddings is not None
-            turns = fused.Turns(position_embeddings[0][0], position_embeddings[1][0])
         slots = step.slots[step.places[self.index][0]]
-        fused.rotate_store(qkv, turns, slots, q, text, vision, self.head_norm)
-        self._add(x, step.read(self.index, q, self.scaling).flatten(1), self.out)
-        self._add(x, self._gated(x), self.down)
+        fused.rotate_store(qkv, turns, slots, q, text, vision, self.head_norm, rotary)
+        read = step.read(self.index, q, self.scaling, self.softcap).flatten(1)
+        if len(x) == 1:
+            self._finish_row(x, read)
+        else:
+            self._finish_rows(x, read)
         return hidden_states
 
-    def _normed(self, x: Tensor, norm: int, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if len(x) == 1:
-            out = x.new_empty(1, len(weight))
-            gemv(x, weight, out, bias=bias, norm=self.norms[norm])
-            return out
-        return functional.linear(rms_norm(x, *self.norms[norm]), weight, bias)
+    def _finish_row(self, x: Tensor, read: Tensor) -> None:
+        """x [1, hidden] and what its heads have read [1, H D] -> x behind the layer, in place."""
+        gated = x.new_empty(1, len(self.gate_up) // 2)
+        if self.after is None:
+            gemv(read, self.out, x, add=True)
+            gemv(x, self.gate_up, gated, norm=self.before[1], gated=True, gate=self.gate)
+            gemv(gated, self.down, x, add=True)
+            return
+        added = torch.empty_like(x)
+        gemv(read, self.out, added)
+        fused.add_normed(added, x, *self.after[0])
+        gemv(x, self.gate_up, gated, norm=self.before[1], gated=True, gate=self.gate)
+        gemv(gated, self.down, added)
+        fused.add_normed(added, x, *self.after[1])
 
-    def _gated(self, x: Tensor) -> Tensor:
-        out = x.new_empty(len(x), len(self.gate_up) // 2)
-        if len(x) == 1:
-            gemv(x, self.gate_up, out, norm=self.norms[1], gated=True)
+    def _finish_rows(self, x: Tensor, read: Tensor) -> None:
+        """The same of several rows."""
+        normed = torch.empty_like(x)
+        if self.after is None:
+            x.addmm_(read, self.out.t())
+            fused.add_rms_norm(None, x, *self.before[1], normed)
         else:
-            fused.silu_mul(self._normed(x, 1, self.gate_up, None), out)
-        return out
-
-    def _add(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
-        """x += y times weight."""
-        if len(x) == 1:
-            gemv(y, weight, x, add=True)
+            added = functional.linear(read, self.out)
+            fused.add_rms_norm(added, x, *self.before[1], normed, after=self.after[0])
+        gated = x.new_empty(len(x), len(self.gate_up) // 2)
+        fused.gated_mul(functional.linear(normed, self.gate_up), gated, self.gate)
+        if self.after is None:
+            x.addmm_(gated, self.down.t())
         else:
-            x.addmm_(y, weight.t())
+            fused.add_normed(functional.linear(gated, self.down), x, *self.after[1])
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+class CUDANorm(nn.Module):
+    """Drop-in for a transformers RMS norm."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.norm = _norm_of(norm)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[1, T, hidden] -> the same, anew."""
+        return rms_norm(hidden_states[0], *self.norm)[None]
+
+
+def install(adapter: Adapter, *, bare: bool) -> bool:
+    """Put ours in the place of a decoder's layers that fit, and of its last norm; whether all fit.
+
+    `bare`: they are to be run one after another, without the decoder's own forward: all or none.
+    """
+    decoder = adapter.decoder
+    fitting = {i for i, layer in enumerate(decoder.layers) if CUDALayer.fits(layer)}
+    if not bare:
+        fitting &= _turned_by_row(adapter) if fitting else set()
+    elif any(type(layer).__name__ not in BARE for layer in decoder.layers):
+        fitting = set()
+    whole = len(fitting) == len(decoder.layers)
+    if bare and not whole:
+        return False
+    norms = {type(decoder.layers[i].input_layernorm) for i in fitting}
+    for i in fitting:
+        decoder.layers[i] = CUDALayer(decoder.layers[i], adapter.layers[i].softcap)
+    if type(decoder.norm) in norms:
+        decoder.norm = CUDANorm(decoder.norm)
+    return whole
+
+
+@torch.inference_mode()
+def _turned_by_row(adapter: Adapter) -> set[int]:
+    """The layers to which the decoder gives cosines and sines as `CUDALayer` takes them."""
+    found = set()
+
+    def hear(index: int, _: nn.Module, __: Any, given: dict[str, Any]) -> None:
+        head_dim = adapter.layers[index].head_dim
+        parts = given.get("position_embeddings") or ()
+        whole = [p.dim() == 3 and p.shape[:2] == (1, 1) and p.shape[2] <= head_dim for p in parts]
+        if len(whole) == 2 and all(whole):
+            found.add(index)
+
+    hooks = [
+        layer.register_forward_pre_hook(partial(hear, i), with_kwargs=True)
+        for i, layer in enumerate(adapter.decoder.layers)
+    ]
+    where = torch.zeros((adapter.axes, 1) if adapter.axes > 1 else (1,), dtype=torch.long)
+    embeds = torch.zeros(1, adapter.hidden_size, device=adapter.device, dtype=adapter.dtype)
+    try:
+        adapter.decode(embeds, where.to(adapter.device), Probe())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """x [T, hidden]."""
     out = torch.empty_like(x)
-    fused.add_rms_norm(None, x, weight, eps, out)
+    fused.add_rms_norm(None, x, gain, eps, out)
     return out
 
 
-def _norm(norm: Any) -> tuple[Tensor, float]:
-    return norm.weight.detach(), float(norm.variance_epsilon)
+def _norm_of(norm: Any) -> Norm:
+    weight = norm.weight.detach()
+    if type(norm).__name__.startswith("Gemma"):  # which keeps how far the gain is from one
+        return 1 + weight.float(), float(norm.eps)
+    return weight, float(norm.variance_epsilon)
+
+
+def _gate_of(mlp: Any) -> Gate | None:
+    """Which of GATES an MLP's activation is."""
+    activation = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
+    x = torch.linspace(-8, 8, 65)
+    equal = (g for g, f in GATES.items() if torch.allclose(activation(x), f(x), atol=1e-6))
+    return next(equal, None)
+
+
+def _parts(module: Any, packed: str, names: tuple[str, ...]) -> list[Any]:
+    """A module's projections of these names, or the one that it has packed them into."""
+    whole = getattr(module, f"{packed}_proj", None)
+    return [getattr(module, f"{name}_proj") for name in names] if whole is None else [whole]
 
 
 def _pack(*layers: Any) -> tuple[Tensor, Tensor | None]:
-    weight = torch.cat([layer.weight.detach() for layer in layers])
+    weights = [layer.weight.detach() for layer in layers]
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0].contiguous()
     return weight, torch.cat(biases) if biases else None

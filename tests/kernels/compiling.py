@@ -8,7 +8,7 @@ Run by test_compiling.py in a process that does not interpret.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ def gemvs() -> None:
         out = torch.zeros(1, num_out, dtype=dtype)
         gemv.gemv(x, weight, out, bias=out[0], norm=(x[0], 1e-5), add=True)
         gemv.gemv(x, weight, out, gated=True)
+        gemv.gemv(x, weight, out, norm=(x[0].float(), 1e-6), gated=True, gate="gelu")
 
 
 def pool(kv_heads: int, pages: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -65,15 +66,21 @@ def pool(kv_heads: int, pages: int, dim: int, dtype: torch.dtype) -> tuple[Tenso
 def elementwise() -> None:
     for dtype, tokens, width in itertools.product(DTYPES, (1, 3), (1, 48)):
         x = torch.zeros(tokens, width, dtype=dtype)
+        gain = torch.zeros(width)
         fused.add_rms_norm(x, x, x[0], 1e-5, x)
-        fused.silu_mul(torch.zeros(tokens, 2 * width, dtype=dtype), x)
+        fused.add_rms_norm(x, x, gain, 1e-6, x, after=(gain, 1e-6))
+        fused.add_normed(x, x, gain, 1e-6)
+        for gate in get_args(fused.Gate):
+            fused.gated_mul(torch.zeros(tokens, 2 * width, dtype=dtype), x, gate)
     for dtype, tokens, pages, dim in itertools.product(DTYPES, (1, 3), (1, 4), (2, 128)):
         kv = pool(1, pages, dim, dtype)
         slots = torch.zeros(tokens, dtype=torch.int32)
         turns = fused.Turns.by_table(torch.zeros(1, 2, dim // 2), slots)
         norm = fused.HeadNorm(torch.zeros(dim), torch.zeros(dim), 1e-6)
         q = torch.zeros(tokens, 1, dim, dtype=dtype)
-        fused.rotate_store(q.expand(-1, 3, -1).flatten(1), turns, slots, q, kv, kv, norm)
+        qkv = q.expand(-1, 3, -1).flatten(1)
+        for rotary in {dim, max(dim * 3 // 4, 2)}:
+            fused.rotate_store(qkv, turns, slots, q, kv, kv, norm, rotary)
         fused.store(q, q, slots, kv, kv)
 
 

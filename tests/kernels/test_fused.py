@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
+from typing import get_args
 
 import pytest
 import torch
@@ -51,20 +52,35 @@ def far_table() -> Tensor:
     count=TOKENS,
     width=st.sampled_from([1, 2, 80, 128, 576, 1000, 4096]),
     dtype=TYPES,
-    adds=st.booleans(),
+    adds=st.sampled_from(["nothing", "x", "x normalised"]),
     seed=SEEDS,
 )
 def test_norm_of_a_sum_equals_its_plain_statement(
-    count: int, width: int, dtype: torch.dtype, adds: bool, seed: int
+    count: int, width: int, dtype: torch.dtype, adds: str, seed: int
 ) -> None:
-    x = randn(seed, count, width, dtype=dtype) if adds else None
+    x = None if adds == "nothing" else randn(seed, count, width, dtype=dtype)
     residual, weight = randn(seed + 1, count, width, dtype=dtype), randn(seed + 2, width)
+    after = (randn(seed + 3, width, dtype=dtype), 1e-6) if adds == "x normalised" else None
     expected_residual = residual.clone()
     out, expected = torch.empty_like(residual), torch.empty_like(residual)
-    plain.add_rms_norm(x, expected_residual, weight, 1e-5, expected)
-    fused.add_rms_norm(x, residual, weight, 1e-5, out)
-    assert torch.equal(residual, expected_residual)
+    plain.add_rms_norm(x, expected_residual, weight, 1e-5, expected, after)
+    fused.add_rms_norm(x, residual, weight, 1e-5, out, after)
+    if after is None:
+        assert torch.equal(residual, expected_residual)
+    assert_close(residual, expected_residual)
     assert_close(out, expected)
+
+
+@SOME
+@given(count=TOKENS, width=st.sampled_from([1, 80, 576, 1000]), dtype=TYPES, seed=SEEDS)
+def test_adding_what_is_normalised_equals_its_plain_statement(
+    count: int, width: int, dtype: torch.dtype, seed: int
+) -> None:
+    x, residual = (randn(seed + n, count, width, dtype=dtype) for n in (0, 1))
+    weight, expected = randn(seed + 2, width), residual.clone()
+    plain.add_normed(x, expected, weight, 1e-6)
+    fused.add_normed(x, residual, weight, 1e-6)
+    assert_close(residual, expected)
 
 
 def test_the_widest_row_is_normalised_whole() -> None:
@@ -112,8 +128,10 @@ class Turn:
         dtype: torch.dtype = torch.float32,
         index: torch.dtype = torch.int64,
         norm: bool = False,
+        rotary: int | None = None,
     ) -> None:
         count, (q_heads, kv_heads) = len(slots), heads
+        self.rotary = rotary
         generator = torch.Generator().manual_seed(seed)
         self.qkv = randn(seed, count, (q_heads + 2 * kv_heads) * dim, dtype=dtype)
         self.positions = torch.randint(0, 50, (count,), generator=generator).to(DEVICE, index)
@@ -134,7 +152,7 @@ class Turn:
         q, text, vision = self.q.clone(), self.text.clone(), self.vision.clone()
         pools = (text[1, 0], text[1, 1]), (vision[1, 0], vision[1, 1])
         turns = self.turns or fused.Turns.by_table(self.table, self.positions)
-        module.rotate_store(self.qkv, turns, self.slots, q, *pools, self.norm)
+        module.rotate_store(self.qkv, turns, self.slots, q, *pools, self.norm, self.rotary)
         return q, text, vision
 
 
@@ -146,6 +164,7 @@ class Turn:
     pads=st.integers(0, 3),
     heads=st.sampled_from([(4, 4), (4, 2), (7, 1), (1, 1)]),
     dim=st.sampled_from([64, 80, 96, 128, 256]),
+    part=st.sampled_from([None, 2, 32, 48]),
     page=st.sampled_from([3, 16]),
     dtype=TYPES,
     index=st.sampled_from([torch.int32, torch.int64]),
@@ -157,6 +176,7 @@ def test_rotation_and_store_equal_their_plain_statement(
     pads: int,
     heads: tuple[int, int],
     dim: int,
+    part: int | None,
     page: int,
     dtype: torch.dtype,
     index: torch.dtype,
@@ -172,6 +192,7 @@ def test_rotation_and_store_equal_their_plain_statement(
         dtype=dtype,
         index=index,
         norm=norm,
+        rotary=part,
     )
     for actual, expected in zip(turn.run(fused), turn.run(plain), strict=True):
         assert_close(actual, expected)
@@ -242,23 +263,29 @@ def test_far_positions_are_turned_by_the_table(far_table: Tensor) -> None:
 
 @SOME
 @given(
-    count=TOKENS, width=st.sampled_from([1, 80, 1024, 1536, 2050]), dtype=TYPES, seed=SEEDS
-)  # below, at and above a program's chunk
+    count=TOKENS,
+    width=st.sampled_from([1, 80, 1024, 1536, 2050]),  # below, at and above a program's chunk
+    dtype=TYPES,
+    gate=st.sampled_from(get_args(fused.Gate)),
+    seed=SEEDS,
+)
 def test_gating_equals_its_plain_statement(
-    count: int, width: int, dtype: torch.dtype, seed: int
+    count: int, width: int, dtype: torch.dtype, gate: fused.Gate, seed: int
 ) -> None:
     both = randn(seed, count, 2 * width, dtype=dtype)
     out, expected = (torch.empty(count, width, dtype=dtype, device=DEVICE) for _ in range(2))
-    plain.silu_mul(both, expected)
-    fused.silu_mul(both, out)
+    plain.gated_mul(both, expected, gate)
+    fused.gated_mul(both, out, gate)
     assert_close(out, expected)
 
 
-def test_gating_saturates_without_overflow() -> None:
-    both = torch.tensor([[-1e4, -200.0, 200.0, 1e4, 1.0, 1.0, 1.0, 1.0]], device=DEVICE)
+@pytest.mark.parametrize("gate", get_args(fused.Gate))
+def test_gating_saturates_without_overflow(gate: fused.Gate) -> None:
+    """Also where a cube does not fit into float32."""
+    both = torch.tensor([[-1e30, -200.0, 200.0, 1e30, 1.0, 1.0, 1.0, 1.0]], device=DEVICE)
     out = torch.empty(1, 4, device=DEVICE)
-    fused.silu_mul(both, out)
-    assert_close(out, torch.tensor([[0.0, 0.0, 200.0, 1e4]], device=DEVICE))
+    fused.gated_mul(both, out, gate)
+    assert_close(out, torch.tensor([[0.0, 0.0, 200.0, 1e30]], device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -269,6 +296,12 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype) -> Non
     for t in range(9):
         fused.add_rms_norm(None, residual[t : t + 1], weight, 1e-5, alone[t : t + 1])
     assert torch.equal(out, alone)
+
+    together, one_by_one = out.clone(), out.clone()
+    fused.add_normed(residual, together, weight, 1e-6)
+    for t in range(9):
+        fused.add_normed(residual[t : t + 1], one_by_one[t : t + 1], weight, 1e-6)
+    assert torch.equal(together, one_by_one)
 
     turn = Turn(8, list(range(9)), dtype=dtype, norm=True)
     q, text, _ = turn.run(fused)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
 
 import tests.kernels.interpreter  # noqa: F401
+from mmserve.kernels.fused import Gate
 from mmserve.kernels.gemv import gemv
 
+GATES: dict[Gate, Any] = {
+    "silu": functional.silu,
+    "gelu": partial(functional.gelu, approximate="tanh"),
+}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 
@@ -45,12 +53,15 @@ def test_the_product_with_norm_bias_and_residual(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("num_out", "width"), [(1, 16), (3, 1), (20, 80)])
-def test_the_gated_product_with_norm(num_out: int, width: int, dtype: torch.dtype) -> None:
+def test_the_gated_product_with_norm(
+    num_out: int, width: int, gate: Gate, dtype: torch.dtype
+) -> None:
     x, weight = randn(1, width, dtype=dtype), randn(2 * num_out, width, dtype=dtype)
-    gain = randn(width, dtype=dtype)
+    gain = randn(width, dtype=torch.float32)
     normed = functional.rms_norm(x.double(), (width,), gain.double(), 1e-5)
-    gate, up = functional.linear(normed, weight.double()).chunk(2, -1)
+    opens, up = functional.linear(normed, weight.double()).chunk(2, -1)
     out = torch.full((1, num_out), torch.nan, dtype=dtype, device=DEVICE)
-    gemv(x, weight, out, norm=(gain, 1e-5), gated=True)
-    assert_close(out, functional.silu(gate) * up)
+    gemv(x, weight, out, norm=(gain, 1e-5), gated=True, gate=gate)
+    assert_close(out, GATES[gate](opens) * up)

@@ -1,0 +1,121 @@
+"""What one model call on a GPU reads and writes: `CUDAStep`.
+
+Owns how attention goes over the pools by a step's tables, and over a long chunk alone by PyTorch's
+own kernels. Knows nothing of sequences, scheduling or weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mmserve.cache.kv_pool import KVPool
+from mmserve.kernels import attention, fused
+from mmserve.kernels.launch import Launch
+from mmserve.model.attention import Place
+
+# Of PyTorch's dense attention, the best first: on an H200 cuDNN's is twice its flash one's speed.
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+DENSE_MULTIPLE = 512  # keys of a dense chunk
+
+
+class DenseChunk(NamedTuple):
+    """A long chunk that reads nothing but itself, causally: rows [first_row, first_row + num_rows).
+
+    `slots` [N] int64 are those of its keys, N >= num_rows a multiple of DENSE_MULTIPLE (any slot
+    stands for what is missing): the library prepares itself once for each length.
+    """
+
+    first_row: int
+    num_rows: int
+    slots: Tensor
+
+
+@dataclass(frozen=True)
+class CUDAStep:
+    """One model call's attention, by layer group where not said otherwise.
+
+    `work` int32: the tables of mmserve.kernels.work, one set a group; `slots` [groups, T] int32 as
+    an `AttentionPlan` names them; `rope` [positions, 2, D / 2] float32: by it queries are turned
+    back before images stored at local positions; `turns`: what fused layers rotate by, None where
+    the model computes it; `places`: each layer's group, and its number there.
+    """
+
+    work: Tensor
+    slots: Tensor
+    rope: Tensor
+    turns: fused.Turns | None
+    scratch: attention.Scratch
+    launch: Launch
+    text: tuple[KVPool, ...]
+    vision: tuple[KVPool, ...]
+    places: dict[int, Place]
+    dense: tuple[tuple[DenseChunk, ...], ...] = ()
+
+    def pools(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(K, V) of text and of images, each [Hkv, pages, page_size, D]."""
+        group, number = self.places[layer]
+        return self.text[group].layer(number), self.vision[group].layer(number)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [T, H, D], k and v [T, Hkv, D], rotated -> [T, H, D]; stores k and v."""
+        fused.store(k, v, self.slots[self.places[layer][0]], *self.pools(layer))
+        return self.read(layer, q.contiguous(), scale, softcap, sinks)
+
+    def look(self, layer: int, q: Tensor, kv_heads: int, scale: float) -> Tensor:
+        """q [T, H, D] over images that are stored already -> [T, H, D]."""
+        return self.read(layer, q.contiguous(), scale)
+
+    def read(
+        self,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [T, H, D] over what is stored -> [T, H, D]."""
+        group, out, (text, vision) = self.places[layer][0], torch.empty_like(q), self.pools(layer)
+        attention.paged_attention(
+            *(q, self.work, text, vision, self.rope, scale, self.scratch, out, self.launch),
+            group=group,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        for chunk in self.dense[group] if self.dense else ():
+            assert softcap is None and sinks is None
+            rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+            out[rows] = _read_densely(chunk, q[rows], text, scale)
+        return out
+
+
+def _read_densely(
+    chunk: DenseChunk, q: Tensor, text: tuple[Tensor, Tensor], scale: float
+) -> Tensor:
+    """q [num_rows, H, D] -> the same."""
+    keys, values = (pool.flatten(1, 2).index_select(1, chunk.slots)[None] for pool in text)
+    asked = functional.pad(q, (0, 0, 0, 0, 0, len(chunk.slots) - chunk.num_rows))
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        read = functional.scaled_dot_product_attention(
+            asked.transpose(0, 1)[None], keys, values, is_causal=True, scale=scale, enable_gqa=True
+        )
+    return read[0, :, : chunk.num_rows].transpose(0, 1)
