@@ -81,16 +81,17 @@ def paged_attention(
     header, sunk = work[HEADER * group :], q if sinks is None else sinks
     pools = (*own, *vision, own[0].stride(0), vision[0].stride(0))
     results = (out, scratch.parts, scratch.lses)
-    if launch.small:
-        attention_kernels.attend_one[(launch.small,)](
-            work, header, q, *results, *pools, rope, scale, sunk, BLOCK_M=SMALL_ROWS,
-            SMALL=SMALL, **shape, **_tuning_small(launch.few, dim, q.element_size()),
-        )  # fmt: skip
     if launch.large:
         attention_kernels.attend_many[(launch.large,)](
             work, header, q, *results, *pools, rope, scale, sunk, BLOCK_M=launch.tile_rows,
             LARGE=LARGE, ENTRY=ENTRY, SEGMENT=SEGMENT, **shape,
             **_tuning_large(launch.tile_rows, dim, q.element_size()),
+        )  # fmt: skip
+    if launch.small:
+        attention_kernels.attend_one[(launch.small,)](
+            work, header, q, *results, *pools, rope, scale, sunk, BLOCK_M=SMALL_ROWS,
+            SMALL=SMALL, LATE=launch.large > 0, **shape,
+            **_tuning_small(launch.few, dim, q.element_size()),
         )  # fmt: skip
     if launch.merge:
         attention_kernels.merge[(len(q), heads)](

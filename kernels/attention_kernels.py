@@ -167,11 +167,12 @@ def attend_one(
     H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SMALL: tl.constexpr, CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    CHAINED: tl.constexpr,
+    LATE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All small items of the set with this header. q [T, H, D] rotated at absolute positions, out
     [T, H, D]; parts [slots, H, D] and lses [slots, H] float32; pools: one layer's, a head's pages
-    contiguous; rope [positions, 2, D / 2] float32; sinks [H]."""
+    contiguous; rope [positions, 2, D / 2] float32; sinks [H]. LATE: the large items were launched
+    before; large items use the tensor cores and small ones the memory, so they run together."""
     GROUP: tl.constexpr = H // KV_HEADS
     tasks = tl.load(header) * KV_HEADS
     items = work + tl.load(header + 1)
@@ -182,10 +183,11 @@ def attend_one(
     all_keys = tl.full([BLOCK_M], 2147483647, tl.int32)
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if not LATE:  # else the large items have waited before they let this launch begin
+            tl.extra.cuda.gdc_wait()
     for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
         item = items + task // KV_HEADS * SMALL
-        head = task % KV_HEADS
+        head = (task % KV_HEADS).to(tl.int64)
         row = tl.load(item).to(tl.int64)
         part = tl.load(item + 1)
         table = work + tl.load(item + 2)
@@ -194,7 +196,8 @@ def attend_one(
         base = tl.load(item + 5)
         first_slot = tl.load(merges + 2 * row)
         slot = tl.where(tl.load(merges + 2 * row + 1) > 1, first_slot + part, -1).to(tl.int64)
-        at = (row * H + head * GROUP + g) * D
+        query_head = head * GROUP + g
+        at = (row * H + query_head) * D
         q_a, q_b = _query(q, at, ok, scale, D, HALF)
         keys = k_own + head * own_head
         values = v_own + head * own_head
@@ -212,12 +215,12 @@ def attend_one(
             D, HALF, WIDE, PAGE, BLOCK_N, CAP, PRECISION,
         )  # fmt: skip
         target = slot + tl.zeros([BLOCK_M], tl.int64)
-        query_head = head * GROUP + g
-        place = slot * H + query_head
         _store(
-            acc, state_m, state_l, ok, at, place, target, query_head, out, parts, lses, sinks,
-            D, WIDE, HAS_SINKS,
+            acc, state_m, state_l, ok, at, target * H + query_head, target, query_head,
+            out, parts, lses, sinks, D, WIDE, HAS_SINKS,
         )  # fmt: skip
+    if CHAINED and LATE:
+        tl.extra.cuda.gdc_wait()  # whoever waits for this launch waits for the large items, too
 
 
 @triton.jit
@@ -279,11 +282,11 @@ def attend_many(
     merges = work + tl.load(header + 6)
     m = tl.arange(0, BLOCK_M)
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
         item = items + task // KV_HEADS * LARGE
-        head = task % KV_HEADS
+        head = (task % KV_HEADS).to(tl.int64)
         entry = entries + (tl.load(item) + m // GROUP) * ENTRY
         ok = m // GROUP < tl.load(item + 1)
         row = tl.load(entry, mask=ok, other=0).to(tl.int64)
@@ -311,10 +314,9 @@ def attend_many(
                 k_vision + head * vision_head, v_vision + head * vision_head, rope,
                 ENTRY, q.dtype.element_ty, D, HALF, WIDE, PAGE, BLOCK_N, CAP, PRECISION,
             )  # fmt: skip
-        place = target * H + query_head
         _store(
-            acc, state_m, state_l, ok, at, place, target, query_head, out, parts, lses, sinks,
-            D, WIDE, HAS_SINKS,
+            acc, state_m, state_l, ok, at, target * H + query_head, target, query_head,
+            out, parts, lses, sinks, D, WIDE, HAS_SINKS,
         )  # fmt: skip
 
 

@@ -30,7 +30,6 @@ that stand `offset` behind the item's.
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -60,33 +59,44 @@ IMAGE_SPLIT = 256  # keys of one item of an image
 
 
 class Splits(NamedTuple):
-    """Keys of one item of a split context, by the query's own context, so that its bits do not
-    depend on its batch mates: sizes[i] up to contexts[i] keys, the last beyond. Cuts lie at
-    multiples of the size, wherever a context begins."""
+    """Keys of one item of what a chunk reads: sizes[i] up to contexts[i] keys, the last beyond.
+    Cuts lie at multiples of the size, wherever a context begins."""
 
     contexts: tuple[int, ...] = (640, 1280, 2560, 65_536)
     sizes: tuple[int, ...] = (64, 128, 256, 512, 4096)
 
     @property
     def fixed(self) -> bool:
-        """One size always, and every chunk is cut: bits depend on nothing else."""
+        """One size always, for single queries and every chunk: bits depend on nothing else."""
         return not self.contexts
-
-    def of(self, contexts: Ints) -> Ints:
-        bounds, sizes = _arrays(self)
-        found: Ints = sizes[bounds.searchsorted(contexts)]
-        return found
 
     def cuts(self, lo: int, hi: int) -> range:
         """Where the items of the keys [lo, hi) begin, the first at or before lo."""
         size = self.sizes[bisect_left(self.contexts, hi - lo)]
         return range(lo // size * size, hi, size)
 
+    def even(self, lo: Ints, hi: Ints, abreast: int) -> tuple[Ints, Ints]:
+        """Single queries' contexts [lo, hi) [N] cut evenly: where the first item of each begins,
+        and its items' keys. All together are about FULL times `abreast` items, if none would be
+        shorter than a block or much longer than MOST_KEYS: many items keep a device busy to the
+        end, few leave little to merge."""
+        if self.fixed:
+            size = np.full_like(lo, self.sizes[0])
+            return lo // size * size, size
+        start = lo // BLOCK * BLOCK
+        contexts = hi - start
+        wanted = max(contexts.sum() / (FULL * abreast), BLOCK)
+        count = np.rint(
+            contexts / np.minimum(wanted, np.maximum(MOST_KEYS, contexts // MOST_ITEMS))
+        )
+        blocks: Ints = -(-contexts // BLOCK)
+        each: Ints = -(-blocks // np.maximum(count, 1).astype(np.int64))
+        return start, np.maximum(each, 1) * BLOCK
 
-@functools.cache
-def _arrays(splits: Splits) -> tuple[Ints, Ints]:
-    return np.array(splits.contexts, np.int64), np.array(splits.sizes)
 
+# Of a query's text, by measurement on an H200.
+BLOCK = 64  # keys: items begin at multiples
+FULL, MOST_KEYS, MOST_ITEMS = 8, 512, 128
 
 # Short contexts want many programs, long ones few partial results.
 SPLITS = Splits()

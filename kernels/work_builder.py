@@ -119,7 +119,7 @@ class WorkBuilder:
         if not single.readers:
             return pack([tables], num_rows, at)
         own = Items(self.group, tables.tile_rows)
-        _add_text(own, single, images.parts[0][1], self.splits)
+        _add_text(own, single, images.parts[0][1], self.splits, self.abreast)
         return pack([tables, images, own], num_rows, at)
 
     def _images(self, single: _Singles, share: bool, tile_rows: int) -> Items:
@@ -191,19 +191,18 @@ def _base(image: ImagePart) -> int:
     return STILL if image.base is None else image.base
 
 
-def _add_text(t: Items, single: _Singles, before: Ints, splits: Splits) -> None:
+def _add_text(t: Items, single: _Singles, before: Ints, splits: Splits, abreast: int) -> None:
     """Small items of single queries over their sequences' own text, behind `before` parts of each;
     a query that reads nothing at all has an item that says so."""
     lo, hi = single.reads[:, 0], single.reads[:, 1]
     if any(map(attrgetter("sink_tokens"), single.readers)):
         before = before + _add_sinks(t, single, before)
-    size = splits.of(hi - lo)
-    first_cut = lo // size
-    count = np.where(hi > lo, -(-hi // size) - first_cut, before == 0)
+    start, size = splits.even(lo, hi, abreast)
+    count = np.where(hi > lo, -((start - hi) // size), before == 0)
     reader = np.repeat(np.arange(len(lo)), count)
     part = np.arange(len(reader)) - np.repeat(np.cumsum(count) - count, count)
     each = size[reader]
-    first = (part + first_cut[reader]) * each
+    first = start[reader] + part * each
     items = np.empty((len(reader), SMALL), np.int32)
     items[:, 0] = single.rows[reader]
     items[:, 1] = before[reader] + part

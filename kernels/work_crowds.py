@@ -12,13 +12,10 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from mmserve.kernels.work import IMAGE_SPLIT, LONG_ROWS, SHORT_ROWS, ImagePart
-
-# Pieces begin at multiples of so many keys of an image: a tile reads a part of them at a time.
-BLOCK = 64
+from mmserve.kernels.work import BLOCK, IMAGE_SPLIT, LONG_ROWS, SHORT_ROWS, ImagePart
 
 # What a device spends on one block of keys for a tile of so many rows, by measurement on an H200.
-TILE_COSTS = {SHORT_ROWS: 2, 64: 3, LONG_ROWS: 5}
+TILE_COSTS = {SHORT_ROWS: 4, 64: 5, LONG_ROWS: 11}
 
 Span = tuple[int, int, int]  # number of an image, [first key, end)
 
@@ -103,7 +100,7 @@ def choose_tile(crowds: Sequence[Crowd], group: int) -> int:
     def cost(rows: int) -> int:
         return TILE_COSTS[rows] * _work(crowds, rows // group)
 
-    return min(TILE_COSTS, key=cost)
+    return min((rows for rows in TILE_COSTS if rows >= group), key=cost)
 
 
 def cut_to_fill(crowds: Sequence[Crowd], queries: int, abreast: int) -> None:

@@ -295,7 +295,7 @@ def test_fifty_sequences_see_the_same_images_and_one_chunk_beside_them() -> None
     rows = [Row(9 + n, ((n % 3, 200), *images[1:]), names=(0, 1)) for n in range(50)]
     scene = Scene(Shape(kv_heads=1, group=7), [(1, rows), (5, [Row(30, images)])])
     tables = WorkBuilder(7).build(readers(scene), len(scene.q))
-    assert tables.tile_rows == work.LONG_ROWS
+    assert tables.tile_rows == 64
     torch.testing.assert_close(
         attend(scene, readers(scene), abreast=8).double(), scene.expected, rtol=1e-3, atol=1e-4
     )

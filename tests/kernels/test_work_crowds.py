@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmserve.kernels.work import ImagePart, Reader
+from mmserve.kernels.work import BLOCK, ImagePart, Reader
 from mmserve.kernels.work_builder import WorkBuilder
 from mmserve.kernels.work_crowds import (
-    BLOCK,
     Crowd,
     choose_tile,
     crowds_of,
@@ -77,7 +76,8 @@ def test_pieces_hold_every_key_once_and_are_nearly_alike(names: list[str], each:
 
 
 @pytest.mark.parametrize(
-    ("readers", "group", "rows"), [(2, 7, 32), (4, 7, 32), (5, 7, 64), (64, 1, 64), (64, 7, 128)]
+    ("readers", "group", "rows"),
+    [(2, 7, 32), (4, 7, 32), (5, 7, 64), (64, 1, 64), (64, 7, 64), (9, 71, 128)],
 )
 def test_a_tile_is_what_the_readers_need(readers: int, group: int, rows: int) -> None:
     assert choose_tile([crowd(readers, "b")], group) == rows
@@ -106,7 +106,7 @@ def test_sixty_four_sessions_have_few_partial_results() -> None:
     shared = WorkBuilder(7, abreast=33).build(readers, 64)
     alone = WorkBuilder(7, abreast=33).build(readers, 64, share=False)
     assert (shared.num_slots, alone.num_slots) == (64 * 8, 64 * 20)
-    assert (shared.tile_rows, shared.large, shared.small) == (128, 32, 0)
+    assert (shared.tile_rows, shared.large, shared.small) == (64, 64, 0)
 
 
 def _four(base: int) -> list[ImagePart]:
