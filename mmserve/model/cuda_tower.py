@@ -36,10 +36,11 @@ def fuse_towers(model: nn.Module) -> None:
                 _widen(block.mlp)
 
 
-def _compact(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+def _compact(_: nn.Module, __: Any, out: Any) -> Any:
     """Patches [N, T, C] of a convolution lie channel by channel, and so would every sum with them
-    in all layers: each would be read against the grain, and copied for each norm."""
-    return out.contiguous()
+    in all layers: each would be read against the grain, and copied for each norm. A whole tower
+    that holds its convolution itself (Llama 3.2 Vision) gives no tensor."""
+    return out.contiguous() if isinstance(out, Tensor) else out
 
 
 def _fused_norm(norm: Any) -> nn.Module:
