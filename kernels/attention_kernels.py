@@ -187,7 +187,7 @@ def attend_one(
             tl.extra.cuda.gdc_wait()
     for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
         item = items + task // KV_HEADS * SMALL
-        head = (task % KV_HEADS).to(tl.int64)
+        head = tl.cast(task % KV_HEADS, tl.int64)
         row = tl.load(item).to(tl.int64)
         part = tl.load(item + 1)
         table = work + tl.load(item + 2)
@@ -286,7 +286,7 @@ def attend_many(
         tl.extra.cuda.gdc_launch_dependents()
     for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
         item = items + task // KV_HEADS * LARGE
-        head = (task % KV_HEADS).to(tl.int64)
+        head = tl.cast(task % KV_HEADS, tl.int64)
         entry = entries + (tl.load(item) + m // GROUP) * ENTRY
         ok = m // GROUP < tl.load(item + 1)
         row = tl.load(entry, mask=ok, other=0).to(tl.int64)
