@@ -41,6 +41,14 @@ def one_thread() -> Iterator[None]:
     numba.set_num_threads(before[1])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def whole_floats() -> None:
+    """Convolutions on a GPU round float32 to 10 bits unless told not to."""
+    import torch
+
+    torch.backends.cudnn.allow_tf32 = False
+
+
 @pytest.fixture(scope="session")
 def bpe() -> tokenizers.Tokenizer:
     """A small byte-level BPE that splits digits, as the default model's tokenizer does."""
