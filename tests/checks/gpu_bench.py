@@ -46,10 +46,10 @@ def parts() -> list[Part]:
     engine, prefix = ("-m", "mmserve", "bench", "engine", "--shape"), ("--vision-mode", "prefix")
     images = ("--case", f"TTFT {Plan().view} images")
     return [
-        Part("mistral-7b", (*engine, "mistral-7b", "--peer", "transformers"), 65),
-        Part("qwen2.5-vl-7b", (*engine, "qwen2.5-vl-7b"), 75),
+        Part("mistral-7b", (*engine, "mistral-7b", "--peer", "transformers"), 75),
+        Part("qwen2.5-vl-7b", (*engine, "qwen2.5-vl-7b"), 65),
         Part(f"qwen2.5-vl-7b{IN_CONTEXT}", (*engine, "qwen2.5-vl-7b", *prefix, *images), 40),
-        Part("idefics2-8b", (*engine, "idefics2-8b"), 65),
+        Part("idefics2-8b", (*engine, "idefics2-8b"), 55),
         Part(f"idefics2-8b{IN_CONTEXT}", (*engine, "idefics2-8b", *prefix, *images), 30),
         Part("server", (SERVER_TTFT, "--shape", "idefics2-8b"), 40),
         Part("families", ("-m", "mmserve", "bench", "families"), 80),
