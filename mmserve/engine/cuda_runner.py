@@ -55,6 +55,7 @@ class Shape(NamedTuple):
 
     rows: int
     embedded: bool  # rows come as embeddings, not as token ids
+    crosses: bool  # some row looks at an image beside the text
     launch: Launch
 
 
@@ -108,8 +109,6 @@ class CUDARunner(ModelRunner):
         # transformers' own layers may do what cannot be captured.
         must = self._fused
         self._graphs = Graphs(self.device, "steps of this model", must=must, priority=URGENT)
-        # What cross attention is told of a step is no part of the tables.
-        self._graphs.enabled &= self._fused or self.adapter.cross is None
         self._beside = VisionStream(self.device)
         self._tower = CapturedTower(self.vision_model, self.device, self.adapter.dtype)
         self._slots = self._ints = 0
@@ -145,7 +144,9 @@ class CUDARunner(ModelRunner):
         def run(count: int, *readers: work.Reader, embeds: Tensor | None = None) -> None:
             rows = np.zeros((self._layout.num_lines, count), np.int32)
             rows[-len(self.groups) :] = NOWHERE
-            self._run(Layout(rows, [list(readers)] * len(self.groups), [], []), embeds)
+            blind = [r._replace(reads=tuple(0 * part for part in r.reads)) for r in readers]
+            each = [list(readers) if group.text else blind for group in self.groups]
+            self._run(Layout(rows, each, [], []), embeds)
 
         for count in self._buckets:
             for context in (1, long):
@@ -224,7 +225,7 @@ class CUDARunner(ModelRunner):
     def _run_chunks(self, chunks: list[Chunk]) -> tuple[Tensor, list[int]]:
         """Normed hidden states [>= T, hidden], and the row of each chunk's last token."""
         layout = self._layout.step(chunks)
-        if not layout.images and self.adapter.cross is None:
+        if not layout.images:
             return self._run(layout), layout.last
         embeds, extra = self._embed_rows(layout, chunks)
         return self._run(layout, embeds, extra), layout.last
@@ -234,15 +235,8 @@ class CUDARunner(ModelRunner):
         told."""
         ids = send(torch.from_numpy(layout.rows[0].astype(np.int64)), self.device)
         ids = resolve_pending(ids, self._previous)
-        if self.adapter.cross is None:
-            none = torch.zeros(0, dtype=torch.long, device=self.device)
-            return self._embed(StepInput(ids, none, None, chunks, none, (), layout.images))
-        sees = np.zeros(len(ids), np.bool_)
-        for reader in layout.readers[-1]:
-            _, _, visual_lo, visual_hi = reader.matrix
-            sees[reader.first_row :][: reader.num_queries] = visual_lo < visual_hi
-        seen = send(torch.from_numpy(sees), self.device) if sees.any() else None
-        return self.adapter.embed(ids), self.adapter.cross.arguments(seen)
+        none = torch.zeros(0, dtype=torch.long, device=self.device)
+        return self._embed(StepInput(ids, none, None, chunks, none, (), layout.images))
 
     # -- launching ------------------------------------------------------------------------------
 
@@ -251,6 +245,7 @@ class CUDARunner(ModelRunner):
     ) -> Tensor:
         """The normed hidden states [>= T, hidden] of a step; `embeds` in place of token ids."""
         rows, count = layout.rows, layout.rows.shape[1]
+        crosses = self.adapter.cross is not None and _mark_lookers(layout)
         captured = self._graphs.enabled and count <= BUCKETS[-1] and not extra
         bucket = count
         if captured:
@@ -276,7 +271,7 @@ class CUDARunner(ModelRunner):
         self._make_room(max(s.num_slots for s in sets), at)
         self._upload(work.join(sets, padded))
         launch = Launch.of(sets, self._kv_heads, self._processors, deterministic=self._sliced)
-        shape = Shape(bucket, embeds is not None, launch)
+        shape = Shape(bucket, embeds is not None, crosses, launch)
         if not captured:
             if embeds is not None:
                 embeds = functional.pad(embeds, (0, 0, 0, bucket - count))
@@ -347,8 +342,11 @@ class CUDARunner(ModelRunner):
         if self.stock or not self._fused:
             where = positions.long() if len(positions) > 1 else positions[0].long()
             regimes = rows[1 + self._layout.axes].long() if self._layout.scaled else None
+            told = extra or {}
+            if shape.crosses and self.adapter.cross is not None:
+                told = self.adapter.cross.arguments(slots[-1] != NOWHERE)
             # Layers write into what they are given.
-            return self.adapter.decode(embeds.clone(), where, step, regimes, **(extra or {}))
+            return self.adapter.decode(embeds.clone(), where, step, regimes, **told)
         x = embeds[None].clone()
         for layer in self.adapter.decoder.layers:
             x = layer(x, step=step)
@@ -365,3 +363,13 @@ class CUDARunner(ModelRunner):
         out = hidden.new_empty(1, len(head.weight))
         gemv(hidden, head.weight, out)
         return out
+
+
+def _mark_lookers(layout: Layout) -> bool:
+    """Whether any row looks at an image beside the text. Those that do get a slot in the group of
+    the layers that look, which store nothing: so the device is told who they are."""
+    slots = layout.rows[-1]
+    for reader in layout.readers[-1]:
+        _, _, visual_lo, visual_hi = reader.matrix
+        slots[reader.first_row :][: reader.num_queries][visual_lo < visual_hi] = 0
+    return bool((slots != NOWHERE).any())

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from torch import Tensor
 
 import tests.kernels.interpreter  # noqa: F401
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmserve.engine import cuda_runner
 from mmserve.engine import engine as engine_module
 from mmserve.engine.cuda_runner import CUDARunner
 from mmserve.engine.engine import Engine
+from mmserve.engine.graphs import Graphs
 from mmserve.engine.model_runner import ModelRunner
 from mmserve.model.cuda_layer import CUDALayer
 from mmserve.model.weights import load
@@ -24,6 +29,8 @@ from tests.engine.tiny import tiny_config, tiny_model
 from tests.model import families
 from tests.model.border import open_border
 from tests.model.dense import dense_logits, embed
+from tests.model.family_text import BODY, TEXT, Recipe, gemma_tokens, phi3
+from tests.model.family_text import ids as ids_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BRIEF = SamplingParams(max_tokens=3, temperature=0.0)
@@ -108,11 +115,26 @@ def on_the_plain_runner(loaded: Any, config: EngineConfig) -> ModelRunner:
     return ModelRunner(loaded, config.cache, config.model, config.scheduler)
 
 
+def gemma() -> Recipe:
+    """As PaliGemma 1 has it: gelu and gains counted from one, without further norms."""
+    t = gemma_tokens()
+    return Recipe(hf.GemmaConfig(**BODY, **ids_of(t)), t)
+
+
+def phi4() -> Recipe:
+    """Three quarters of each head are turned."""
+    recipe = phi3()
+    turned = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+    recipe.config.rope_parameters = turned
+    return recipe
+
+
 # Windows; layers of two kinds, capped scores; whole images; whole prompts; cross attention; angles
-# that change with the length; positions of three axes, and features between the layers.
+# that change with the length; positions of three axes, and features between the layers. Whether
+# all layers are fused.
 CHECKPOINTS = {
-    **dict.fromkeys(("mistral", "qwen2_5_vl", "qwen3_vl", "phi3"), True),
-    **dict.fromkeys(("gemma2", "gemma3", "paligemma2"), True),
+    **dict.fromkeys(("mistral", "qwen2_5_vl", "qwen3_vl", "phi3", "phi4"), True),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "paligemma2"), True),
     "mllama": False,
 }
 
@@ -122,6 +144,8 @@ def test_public_checkpoints_answer_as_by_the_plain_runner(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Two requests at once, text and one with a picture; a prompt is computed in two steps."""
+    for recipe in (gemma, phi4):
+        monkeypatch.setitem(TEXT, recipe.__name__, recipe)
     folder = families.build(name, tmp_path_factory.getbasetemp() / "families")
     family = Family(name, folder, open_border(folder))
     asked = ["text", "one" if name in families.VISION else "text"]
@@ -134,9 +158,42 @@ def test_public_checkpoints_answer_as_by_the_plain_runner(
         answers.append([(driver.tokens(i), torch.stack(driver.logits[i]).cpu()) for i in ids])
     runner: Any = driver.engine.runner
     assert isinstance(runner, CUDARunner) and runner._fused is CHECKPOINTS[name]
+    assert any(isinstance(layer, CUDALayer) for layer in runner.adapter.decoder.layers)
     for (wanted, expected), (tokens, logits) in zip(*answers, strict=True):
         assert tokens == wanted
         torch.testing.assert_close(logits[: len(expected)], expected, rtol=1e-3, atol=1e-3)
+
+
+class Replayed(Graphs):
+    """Captured launches without a GPU: computed each time, from the same fixed places."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.enabled = True
+
+    def clear(self) -> None:
+        pass
+
+    def run(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+
+def test_who_looks_at_a_picture_beside_the_text_stands_in_the_tables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """So that steps of both kinds can be captured: padded, from token ids."""
+    folder = families.build("mllama", tmp_path_factory.getbasetemp() / "families")
+    family = Family("mllama", folder, open_border(folder))
+    monkeypatch.setattr(engine_module, "build_runner", on_the_gpus_runner)
+    monkeypatch.setattr(cuda_runner, "BUCKETS", (1, 32))
+    answers = []
+    for graphs in (Graphs, Replayed):
+        monkeypatch.setattr(cuda_runner, "Graphs", graphs)
+        driver = checkpoint_driver(folder)
+        ids = [driver.submit(family.segments(driver, case), BRIEF) for case in ("text", "one")]
+        driver.run()
+        answers.append([torch.stack(driver.logits[i]).cpu() for i in ids])
+    for expected, logits in zip(*answers, strict=True):
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
 def checkpoint_driver(folder: Path) -> Driver:
