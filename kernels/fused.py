@@ -116,6 +116,21 @@ def _gain(weight, at, ok):
     return tl.load(weight + at, mask=ok, other=0.0).to(tl.float32)[None, :]
 
 
+@triton.jit
+def _norm_heads(a, b, c, weight, eps, half, tail, ROTARY: tl.constexpr, D: tl.constexpr):
+    """RMS norm of heads: the halves a and b of what is turned, and the rest c, float32."""
+    inside = half < ROTARY // 2
+    squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+    if ROTARY < D:
+        squares += tl.sum(c * c, 1)
+    factor = tl.rsqrt(squares / D + eps)[:, None]
+    a *= factor * _gain(weight, half, inside)
+    b *= factor * _gain(weight + ROTARY // 2, half, inside)
+    if ROTARY < D:
+        c *= factor * _gain(weight, tail, tail < D)
+    return a, b, c
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_store(
     qkv, cos_rows, sin_rows, places, slots, q_out, k_text, v_text, k_vision, v_vision,
@@ -130,11 +145,10 @@ def _rotate_store(
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
     dim = tl.arange(0, HALF)
-    inside = dim < ROTARY // 2
     tail = ROTARY + tl.arange(0, REST)
     here = (token < num_tokens)[:, None]
     stored = (slot != -1)[:, None]
-    ok = here & inside[None, :]
+    ok = here & (dim < ROTARY // 2)[None, :]
     tail_ok = here & (tail < D)[None, :]
     row = token.to(tl.int64)
     if CHAINED:
@@ -152,14 +166,7 @@ def _rotate_store(
         c = rest.to(tl.float32)
         if NORM:
             weight = q_weight if head < HEADS else k_weight
-            squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
-            if ROTARY < D:
-                squares += tl.sum(c * c, 1)
-            factor = tl.rsqrt(squares / D + eps)[:, None]
-            a *= factor * _gain(weight, dim, inside)
-            b *= factor * _gain(weight + ROTARY // 2, dim, inside)
-            if ROTARY < D:
-                c *= factor * _gain(weight, tail, tail < D)
+            a, b, c = _norm_heads(a, b, c, weight, eps, dim, tail, ROTARY, D)
         place = row
         if PLACED:
             place = tl.load(places + token, mask=token < num_tokens, other=0).to(tl.int64)
