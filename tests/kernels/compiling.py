@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from mmserve.kernels import attention, chain, fused, gemv, sampling
+from mmserve.kernels import attention, chain, fused, gemv, sampling, spans
 from mmserve.kernels.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -108,7 +108,16 @@ def attentions() -> None:
     attend(torch.zeros(3, 7, 80, dtype=torch.bfloat16), 1, 5, few, softcap=30.0)
 
 
+def towers() -> None:
+    for dtype, tokens, heads, dim in itertools.product(DTYPES, (1, 3), (1, 3), (2, 80)):
+        q, k, v = (packed := torch.zeros(tokens, 3, heads, dim, dtype=dtype)).unbind(1)
+        angles = torch.zeros(tokens, dim)
+        spans.turn(packed[:, :2], angles, angles)
+        borders = torch.tensor([0, tokens], dtype=torch.int32)
+        spans.attend(q, k, v, borders, tokens, 1.0, torch.zeros_like(q))
+
+
 if __name__ == "__main__":
     compile_only()
-    for kernels in (gemvs, elementwise, choices, attentions):
+    for kernels in (gemvs, elementwise, choices, attentions, towers):
         kernels()
