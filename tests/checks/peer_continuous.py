@@ -33,13 +33,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--budget-seconds", type=float, default=60.0)
     args = parser.parse_args(argv)
-    deadline = time.monotonic() + args.budget_seconds
     device = torch.device(args.device)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     ceilings = measure_ceilings(device, dtype)
     loaded = build_shape(SHAPES[args.shape], device, dtype)
     command = shlex.join(["python", *sys.argv])
     report = SuiteReport(command, "peer", loaded.spec.name, facts(device), ceilings, {}, ())
+    deadline = time.monotonic() + args.budget_seconds
     cases = PeerCases(loaded, ((64, 1024),)).continuous()
     print(render(record(report, run_cases(cases, deadline), args.json)))
 

@@ -209,13 +209,13 @@ class Check:
 
 
 def check(asked: Check, path: Path | None) -> SuiteReport:
-    deadline = time.monotonic() + asked.budget_s
     device = torch.device(asked.device)
     ceilings = measure_ceilings(device, _dtype(asked.device), asked.probe)
     command = shlex.join(["python", *sys.argv])
     name = f"{asked.shape.name} (random weights)"
     report = SuiteReport(command, "server", name, facts(device), ceilings, {}, ())
     with serving(asked.shape, asked.device, asked.pool_bytes) as port:
+        deadline = time.monotonic() + asked.budget_s
         return record(report, run_cases(Kinds(Client(port), asked.repeats).all(), deadline), path)
 
 
