@@ -200,7 +200,6 @@ class CUDARunner(ModelRunner):
         if self._sliced:
             return self._run_sliced(chunks)
         hidden, last = self._run_chunks(chunks)
-        self._features.trim()
         sampling = [i for i, c in enumerate(chunks) if c.samples]
         if not sampling:
             return None

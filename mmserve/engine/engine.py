@@ -231,6 +231,7 @@ class Engine:
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         previous = self._flight.drawn.tokens if self._flight else None
         logits = self.runner.run(batch, previous)
+        self.runner.trim()
         self.metrics.vision_kv_writes.inc(sum(len(chunk.images) for chunk in batch.chunks))
         for chunk in batch.chunks:
             self.scheduler.advance(chunk)

@@ -247,6 +247,10 @@ class ModelRunner:
         """An image is in use, even if its KV is found and its features are not needed."""
         self._features.touch(digest)
 
+    def trim(self) -> None:
+        """Behind each step: what it has not used of images is kept up to `feature_bytes`."""
+        self._features.trim()
+
     # -- steps ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -262,7 +266,6 @@ class ModelRunner:
         step = self._step(step_input.plans)
         where, regimes = step_input.positions, step_input.regimes
         hidden = self.adapter.decode(embeds, where, step, regimes, **extra)
-        self._features.trim()
         sampling = [i for i, c in enumerate(step_input.order) if c.samples]
         if not sampling:
             return None
