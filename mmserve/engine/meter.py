@@ -107,8 +107,7 @@ def step_work(batch: Batch) -> list[Work]:
         if hits := _found(seq) if chunk.start == seq.num_cached_tokens else 0:
             work.append(Work(Part.IMAGE_HIT, hits, _payer(seq)))
     for job in batch.images:
-        waiting = (_payer(c.seq) for c in batch.chunks + batch.held if _shows(c.seq, job.key))
-        work.append(_missed(int(job.image.part_of is None), [job.image], next(waiting, None)))
+        work.append(_missed(int(job.image.part_of is None), [job.image], _payer(job.seq)))
     return work
 
 
@@ -130,7 +129,3 @@ def _payer(seq: Sequence) -> str | None:
 
 def _found(seq: Sequence) -> int:
     return sum(seq.images_found)
-
-
-def _shows(seq: Sequence, key: bytes) -> bool:
-    return any(p.key == key for p in seq.images)

@@ -16,9 +16,11 @@ from mmserve.sequence import PlacedImage, Sequence
 class ImageJob:
     """An image to encode by itself and to write under `key` before any text of this step runs.
 
-    `pages`: vision pages by layer group; `regime`: that of its rotary angles.
+    `seq`: the first that waits for it; `pages`: vision pages by layer group; `regime`: that of its
+    rotary angles.
     """
 
+    seq: Sequence
     image: ImageInput
     key: bytes
     pages: list[list[int]]

@@ -151,9 +151,10 @@ class Scheduler:
         for seq in self.running:
             if seq.request.prefill_only is prefill_only:
                 left = len(seq.token_ids) - seq.num_computed_tokens
-                single = left <= 1 and (seq.images_ready or not seq.in_context)
+                single = left <= 1 and not self._lacking(seq)
                 (decoding if single else prefilling).append(seq)
-        # Decoding sequences come first, so that a long prefill cannot delay a token.
+        # Decoding sequences come first, so that a long prefill cannot delay a token. What waits for
+        # images does not, or later ones would take the turns at the tower from earlier ones.
         for seq in decoding + prefilling:
             if seq.status is SequenceStatus.RUNNING:
                 self._add_chunk(batch, seq)
@@ -202,10 +203,7 @@ class Scheduler:
             return
         start = seq.num_computed_tokens
         images: list[ContextImage] = []
-        lacking: list[PlacedImage] = []
-        if not seq.images_ready:
-            lacking = self.holdings.lacking(seq, start)
-            seq.images_ready = not lacking
+        lacking = self._lacking(seq)
         if self.whole_prompts and start < seq.num_prompt_tokens:
             end, images = self._whole_prompt(batch, seq, lacking)
         else:
@@ -223,6 +221,14 @@ class Scheduler:
         batch.chunks.append(chunk)
         self._budget -= chunk.num_rows
 
+    def _lacking(self, seq: Sequence) -> list[PlacedImage]:
+        """The images that a sequence waits for; once there are none, none until it is preempted."""
+        if seq.images_ready:
+            return []
+        lacking = self.holdings.lacking(seq, seq.num_computed_tokens)
+        seq.images_ready = not lacking
+        return lacking
+
     def _encode(self, batch: Batch, seq: Sequence, lacking: list[PlacedImage]) -> list[PlacedImage]:
         """Have images encoded that need no context; what is then left of the lacking ones."""
         scheduled = {job.key for job in batch.images}
@@ -235,7 +241,7 @@ class Scheduler:
                     return [*left, placed]
                 assert placed.pages is not None
                 regime, pages = seq.course.regime, list(placed.pages)
-                batch.images.append(ImageJob(placed.image, placed.key, pages, regime))
+                batch.images.append(ImageJob(seq, placed.image, placed.key, pages, regime))
                 scheduled.add(placed.key)
         return left
 

@@ -92,7 +92,7 @@ def test_the_head_of_an_image_counts_as_it_and_the_tail_brings_the_tower_s_work(
     head, tail = seq.images
     seq.missing_images = frozenset({head.key, tail.key})
     chunk = Chunk(seq, 0, 9, True, (ContextImage(head, (True,)),))
-    assert step_work(Batch([chunk], [ImageJob(tail.image, tail.key, [[0]])])) == [
+    assert step_work(Batch([chunk], [ImageJob(seq, tail.image, tail.key, [[0]])])) == [
         Work(Part.IMAGE_MISS, 1, "a", visual_tokens=16),
         Work(Part.PROMPT, 9, "a"),
         Work(Part.IMAGE_MISS, 0, "a", visual_tokens=4, pixel_values=72),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmserve.energy import Part
+from mmserve.energy import Part, Work
 from mmserve.engine import engine as engine_module
 from mmserve.engine.feature_cache import Done
 from mmserve.engine.meter import step_work
@@ -240,3 +240,38 @@ def test_an_image_written_before_its_text_is_charged_to_who_waits_for_it() -> No
         d.step()
     (missed,) = (work for work in step_work(batches[-1]) if work.part is Part.IMAGE_MISS)
     assert missed.request_id == request and not d.tokens(request)
+
+
+def test_an_image_written_in_a_step_without_its_text_is_charged_to_who_waits_for_it() -> None:
+    d, _ = slow_driver(0, max_images_per_step=1)
+    done: list[list[Work]] = []
+    run = d.engine.runner.run
+    d.engine.runner.run = lambda batch, *more: done.append(step_work(batch)) or run(batch, *more)  # type: ignore[method-assign,func-returns-value]
+    request = d.submit((d.image(picture(1)), d.image(picture(2)), words(2, 5)))
+    d.run()
+    missed = [work for step in done for work in step if work.part is Part.IMAGE_MISS]
+    assert [work.request_id for work in missed] == [request, request]
+    assert done[0] == missed[:1]
+
+
+def test_later_images_do_not_take_an_earlier_ones_turn_at_the_tower() -> None:
+    """However little text they have to compute behind them."""
+    d, _ = slow_driver(2, max_images_per_step=1)
+    d.submit((words(90, 9),), replace(LONG, max_tokens=100))
+    d.step()
+    first = d.submit((words(1, 9), d.image(picture(100)), words(2, 5)))
+    for n in range(20):
+        d.submit((d.image(picture(n)), words(3, 1)))
+        d.step()
+    assert d.last(first).finish_reason
+    d.run()
+    d.assert_idle()
+
+
+def test_features_go_in_steps_without_text_too() -> None:
+    config = tiny_config(max_images_per_step=1)
+    d = Driver(build_tiny(replace(config, cache=replace(config.cache, feature_bytes=0))))
+    images = [d.image(picture(n)) for n in range(4)]
+    d.submit(tuple(images), prefill_only=True)
+    d.run()
+    assert [d.engine.runner.knows(i.image.digest) for i in images] == [False] * 3 + [True]
