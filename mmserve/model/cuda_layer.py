@@ -172,7 +172,7 @@ def install(adapter: Adapter, *, bare: bool) -> bool:
     norms = {type(decoder.layers[i].input_layernorm) for i in fitting}
     for i in fitting:
         decoder.layers[i] = CUDALayer(decoder.layers[i], adapter.layers[i].softcap)
-    if type(decoder.norm) in norms:
+    if norms and type(decoder.norm) in norms:  # others may call it otherwise
         decoder.norm = CUDANorm(decoder.norm)
     return whole
 

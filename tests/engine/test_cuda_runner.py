@@ -130,12 +130,13 @@ def phi4() -> Recipe:
 
 
 # Windows; layers of two kinds, capped scores; whole images; whole prompts; cross attention; angles
-# that change with the length; positions of three axes, and features between the layers. Whether
-# all layers are fused.
+# that change with the length; positions of three axes, and features between the layers; layers of
+# another kind. Whether all layers are fused, and whether any is.
 CHECKPOINTS = {
-    **dict.fromkeys(("mistral", "qwen2_5_vl", "qwen3_vl", "phi3", "phi4"), True),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3", "paligemma2"), True),
-    "mllama": False,
+    **dict.fromkeys(("mistral", "qwen2_5_vl", "qwen3_vl", "phi3", "phi4"), (True, True)),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "paligemma2"), (True, True)),
+    "mllama": (False, True),
+    "phi": (False, False),
 }
 
 
@@ -157,8 +158,9 @@ def test_public_checkpoints_answer_as_by_the_plain_runner(
         driver.run()
         answers.append([(driver.tokens(i), torch.stack(driver.logits[i]).cpu()) for i in ids])
     runner: Any = driver.engine.runner
-    assert isinstance(runner, CUDARunner) and runner._fused is CHECKPOINTS[name]
-    assert any(isinstance(layer, CUDALayer) for layer in runner.adapter.decoder.layers)
+    assert isinstance(runner, CUDARunner)
+    fused = [isinstance(layer, CUDALayer) for layer in runner.adapter.decoder.layers]
+    assert (runner._fused, any(fused)) == (all(fused), any(fused)) == CHECKPOINTS[name]
     for (wanted, expected), (tokens, logits) in zip(*answers, strict=True):
         assert tokens == wanted
         torch.testing.assert_close(logits[: len(expected)], expected, rtol=1e-3, atol=1e-3)
