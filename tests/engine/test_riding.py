@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,104 @@ def test_a_request_aborted_while_its_image_is_looked_at_leaves_nothing_behind() 
     d.assert_idle()
 
 
+def test_who_waits_for_the_same_image_as_one_who_leaves_gets_it_all_the_same() -> None:
+    d, slow = slow_driver(4)
+    other = decoding(d)
+    image = d.image(picture(1))
+    leaves, stays = (d.submit((words(n, 9), image, words(n, 5))) for n in (1, 2))
+    d.step()
+    d.abort(leaves)
+    d.run()
+    quiet, _ = slow_driver()
+    assert d.tokens(stays) == quiet.ask(words(2, 9), quiet.image(picture(1)), words(2, 5))
+    assert len(d.tokens(other)) == LONG.max_tokens
+    assert len(slow.started) == 1 and d.counts() == (1, 1, 1)
+    d.assert_idle()
+
+
+def test_images_take_turns_in_a_pool_of_one_while_others_decode() -> None:
+    d, slow = slow_driver(2, vision_pages=2)
+    decoding(d)
+    requests = [d.submit((words(n, 3), d.image(picture(n)), words(n, 5))) for n in range(4)]
+    d.run()
+    quiet, _ = slow_driver()
+    for n, request in enumerate(requests):
+        alone = quiet.ask(words(n, 3), quiet.image(picture(n)), words(n, 5))
+        assert d.tokens(request) == alone
+    assert d.counts() == (4, 4, 4) and len(slow.started) == 4
+    d.assert_idle()
+
+
+def test_a_stream_of_text_does_not_keep_an_image_from_being_seen() -> None:
+    d, _ = slow_driver(3)
+    decoding(d)
+    request = d.submit((d.image(picture(1)), words(2, 5)))
+    for n in range(5):
+        d.submit((words(n, 9),))
+        d.step()
+    assert d.tokens(request)
+
+
+class Moody(TinyVision):
+    """Counts what it has seen, and refuses the pictures `dark`."""
+
+    def __init__(self, dark: list[Tensor]) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.dark, self.seen = dark, 0
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        if any(torch.equal(pixels.flatten(), each) for each in self.dark):
+            raise RuntimeError("not that one")
+        self.seen += 1
+        return super().encode(pixels)
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from(["isolated", "prefix", "blend"]))
+@settings(max_examples=15, deadline=None)
+def test_who_leaves_or_fails_at_any_moment_changes_nothing_for_the_others(
+    rng: random.Random, mode: str
+) -> None:
+    """Under preemption, in little room for features, beside prefills without output; and what was
+    computed is counted once."""
+    config = tiny_config(
+        text_pages=rng.choice([14, 40]),
+        vision_pages=rng.choice([6, 12]),
+        max_num_batched_tokens=rng.choice([7, 20, 64]),
+        max_images_per_step=rng.choice([1, 3]),
+    )
+    cache = replace(config.cache, feature_bytes=rng.choice([0, 1 << 20]))
+    model = replace(config.model, vision_mode=mode, blend_tokens=16)
+    built = [Driver(build_tiny(replace(config, model=model, cache=c))) for c in (cache, cache)]
+    d, quiet = built
+    Slow(d, rng.choice([0, 2, 7]))
+    d.engine.overlaps = rng.random() < 0.5
+    dark = torch.as_tensor(d.image(picture(ord("e"))).image.pixels).flatten()
+    d.engine.runner.vision_model = tower = Moody([dark])
+    sent: list[tuple[str, Ask, bool]] = []
+    for _ in range(8):
+        shown = rng.choices("abcde", [4, 3, 2, 1, 1], k=rng.randint(0, 2))
+        ask = Ask((rng.choice([1, 16, 30]), *shown, rng.choice([1, 9, 33])), rng.randint(0, 1))
+        silent = rng.random() < 0.2
+        params = replace(GREEDY, max_tokens=ask.output)
+        request = d.submit(ask.segments(d), params, prefill_only=silent)
+        sent.append((request, ask, silent))
+        for _ in range(rng.randint(0, 3)):
+            d.step()
+        if rng.random() < 0.3:
+            d.abort(rng.choice(sent)[0])
+    d.run()
+    d.assert_idle()
+    for request, ask, silent in sent:
+        reason = d.last(request).finish_reason
+        if reason is not FinishReason.ABORT:
+            assert (reason is FinishReason.ERROR) == ("e" in ask.parts)
+            params = replace(GREEDY, max_tokens=ask.output)
+            if "e" not in ask.parts and not silent:
+                assert d.tokens(request) == quiet.ask(*ask.segments(quiet), params=params)
+    assert d.counts()[0] == tower.seen
+
+
 @given(
     st.lists(asks(), min_size=1, max_size=5),
     st.integers(0, 9),
@@ -212,9 +311,14 @@ def test_answers_are_the_dense_models_however_late_images_are(
     assert_dense(d, tiny_model(), wanted, stagger)
 
 
-@pytest.mark.parametrize("mode", ["prefix", "blend"])
-def test_images_in_their_contexts_ride_along_too(mode: str, tmp_path: Path) -> None:
-    folder = families.build("qwen2_5_vl", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [("qwen2_5_vl", "prefix"), ("qwen2_5_vl", "blend"), ("mllama", "isolated")],
+)
+def test_images_in_contexts_and_beside_the_text_ride_along_too(
+    family: str, mode: str, tmp_path: Path
+) -> None:
+    folder = families.build(family, tmp_path)
     answers = []
     for asked in (0, 4):
         driver = serve(folder, mode)
