@@ -1,4 +1,4 @@
-"""The command line: `mmserve serve`, `mmserve chat`, `mmserve bench`, `mmserve models`.
+"""The command line: `mmserve serve`, `chat`, `bench`, `models` and `kv`.
 
 Owns flags, the environment and their way into the configuration tree; nothing below reads either.
 Flags use vLLM's words where it has one.
@@ -301,6 +301,12 @@ def _models(args: argparse.Namespace) -> None:
     print(listing())
 
 
+def _inspect_kv(args: argparse.Namespace) -> None:
+    from mmserve.kvfile.inspect import inspect
+
+    print(inspect(args.file))
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mmserve", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=__version__)
@@ -333,6 +339,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     models = commands.add_parser("models", help="what can be served, and how each was tested")
     models.set_defaults(run=_models)
+
+    kv = commands.add_parser("kv", help="files of keys and values (docs/kv-format.md)")
+    acts = kv.add_subparsers(required=True, metavar="act")
+    inspecting = acts.add_parser("inspect", help="what a file holds, its checksums compared")
+    inspecting.add_argument("file", type=_file)
+    inspecting.set_defaults(run=_inspect_kv)
     return parser
 
 

@@ -6,6 +6,7 @@ nothing of chat, images or models.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,11 @@ class Tokenizer:
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
         self._byte_of = _byte_alphabet() if "ByteLevel" in kinds else None
         self.eos_token_ids = frozenset(self.special(name) for name in eos_tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of all that it is made of, hexadecimal."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
     @property
     def vocab_size(self) -> int:

@@ -25,6 +25,14 @@ def test_the_given_backend_keeps_its_own_settings(bpe: tokenizers.Tokenizer) -> 
     assert bpe.encode("<|im_end|>").ids == [bpe.token_to_id("<|im_end|>")]
 
 
+def test_a_fingerprint_names_all_that_a_tokenizer_is_made_of(bpe: tokenizers.Tokenizer) -> None:
+    one, two = (Tokenizer(bpe, eos_tokens=[]).fingerprint for _ in range(2))
+    assert one == two
+    other = tokenizers.Tokenizer.from_str(bpe.to_str())
+    other.add_tokens(["another"])
+    assert Tokenizer(other, eos_tokens=[]).fingerprint != one
+
+
 def test_a_special_token_is_had_by_name_and_ends_turns(tokenizer: Tokenizer) -> None:
     end = tokenizer.special("<|im_end|>")
     assert tokenizer.is_special(end)

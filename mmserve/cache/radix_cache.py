@@ -88,11 +88,11 @@ class RadixCache:
     def evictable(self, group: int) -> int:
         """Pages of a group that `evict` could free now. Walks the tree: O(stored pages)."""
         if group in self._windows:
-            nodes = (node for node in self._nodes() if not node.locks)
+            nodes = (node for node in self.nodes() if not node.locks)
             return sum(len(self._loose(node, group)) for node in nodes)
         total = 0
         kept: set[int] = set()  # ids of the nodes below which something must stay
-        for node in reversed(list(self._nodes())):
+        for node in reversed(list(self.nodes())):
             free = 0 if id(node) in kept or node.locks else self._loose_tail(node)
             total += free
             if free < node.num_pages:
@@ -101,7 +101,7 @@ class RadixCache:
 
     def pages(self, group: int) -> list[int]:
         """Every page of a group that is stored, in no order."""
-        return [page for node in self._nodes() for page in node.pages[group] if page != HOLE]
+        return [page for node in self.nodes() for page in node.pages[group] if page != HOLE]
 
     def match(
         self, keys: Keys, needs: Needs | None = None, limit: int | None = None
@@ -186,14 +186,14 @@ class RadixCache:
 
     def clear(self) -> None:
         """Forgets everything that is not locked, also pages that someone else holds."""
-        for node in reversed(list(self._nodes())):
+        for node in reversed(list(self.nodes())):
             if not node.locks:
                 self._drop_tail(node, node.num_pages)
 
     def check_invariants(self) -> None:
         """Tree, page counts, locks, order of use and eviction queues agree with each other."""
         seen: list[set[int]] = [set() for _ in self._pools]
-        for node in self._nodes():
+        for node in self.nodes():
             parent = node.parent
             first = tuple(node.keys[: self._page_size])
             assert parent is not None and parent.children.get(first) is node, "a child is misfiled"
@@ -383,7 +383,7 @@ class RadixCache:
             assert step.locks >= 0, "a node is unlocked more often than locked"
             step = step.parent
 
-    def _nodes(self) -> Iterator[RadixNode]:
+    def nodes(self) -> Iterator[RadixNode]:
         """All nodes but the root, parents before children; a long chat is too deep to recurse."""
         stack = list(self._root.children.values())
         while stack:

@@ -105,6 +105,12 @@ class VisionIndex:
         entry = self._entries.get(digest)
         return entry is not None and entry.ready
 
+    def stored(self) -> list[tuple[bytes, VisionEntry]]:
+        """Every image that can be read: those in use, then the others, the last used first."""
+        idle = list(reversed(self._idle))
+        held = [digest for digest in self._entries if digest not in self._idle]
+        return [(d, self._entries[d]) for d in (*held, *idle) if self._entries[d].ready]
+
     def acquire(self, digest: bytes) -> list[int] | None:
         """Adds a reference and returns the pages; None when the image is absent or failed.
 

@@ -30,7 +30,10 @@ GREEDY = SamplingParams(temperature=0.0)  # a small model babbles when it is sam
 
 
 class Pipeline(Protocol):
-    """From an image file to what the runner takes."""
+    """From an image file to what the runner takes. `settings_id`: what an image's KV depends on
+    beside its file."""
+
+    settings_id: bytes
 
     def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> ImageInput:
         """Thread-safe. `alone`: the only image of its prompt. Raises `RequestError`s."""

@@ -13,16 +13,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
 from mmserve.engine.border import Border, build_border
 from mmserve.engine.grammar import Grammars, Matcher
+from mmserve.engine.kv_transfer import KVTransfer, Placed, identity_of
 from mmserve.engine.live import Live
 from mmserve.engine.meter import board_meter, step_work
 from mmserve.engine.model_runner import ModelRunner, build_runner
 from mmserve.engine.sampler import Drawn, Sampler
+from mmserve.kvfile.file import read_file, write_file
+from mmserve.kvfile.header import KVHeader
 from mmserve.metrics import Metrics
 from mmserve.model.weights import Loaded
 from mmserve.request import FinishReason, ImageInput, Request, TokenEvent
@@ -57,6 +62,7 @@ class Engine:
     def __init__(self, config: EngineConfig, loaded: Loaded, border: Border | None = None) -> None:
         """`border`: the model's, where it was built before the weights were loaded."""
         self.name = loaded.name
+        self._loaded = loaded
         self.max_model_len = loaded.max_model_len
         self.metrics = Metrics()
         self.energy = board_meter(loaded, self.metrics)
@@ -132,6 +138,25 @@ class Engine:
             self._observe()
         events, self._outbox = self._outbox, []
         return events
+
+    # -- KV files -------------------------------------------------------------------------------
+
+    @cached_property
+    def kv(self) -> KVTransfer:
+        """The way between the pools and KV files; only between two steps."""
+        runner, radix = self.runner, self.scheduler.holdings.radix
+        identity = identity_of(self._loaded, runner, self.tokenizer, self.pipeline)
+        return KVTransfer(identity, text=runner.text, vision=runner.vision, radix=radix)
+
+    def save_kv(self, path: Path) -> KVHeader:
+        """Write all that is cached. Raises `KVFileError` or `OSError`."""
+        self._land()
+        return write_file(path, self.kv.collect())
+
+    def load_kv(self, path: Path) -> Placed:
+        """Take in what a file holds, as far as there is room; all of a damaged or strange file is
+        refused. Raises `KVFileError` or `OSError`."""
+        return self.kv.put(read_file(path, self.kv.identity))
 
     # -- parts of a step ------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class ProcessorPipeline:
         self._known: OrderedDict[bytes, _Facts] = OrderedDict()
         self._known_lock = threading.Lock()
         self._max_known = max_known
-        self._settings_id = preprocess.fingerprint(
+        self.settings_id = preprocess.fingerprint(
             ("settings", settings_id),
             ("processor", processor.to_json_string().encode()),
             ("transformers", transformers.__version__.encode()),
@@ -194,7 +194,7 @@ class ProcessorPipeline:
 
     def _digest(self, data: bytes, alone: bool) -> bytes:
         company = b"" if alone else b"several"
-        settings = preprocess.fingerprint(("settings", self._settings_id), ("company", company))
+        settings = preprocess.fingerprint(("settings", self.settings_id), ("company", company))
         return preprocess.digest(data, settings, preprocess.FULL_DECODING)
 
     def _decode(self, data: bytes) -> Image.Image:
@@ -270,6 +270,8 @@ class ProcessorPipeline:
 
 class NoImagePipeline:
     """The face of `VisionPipeline` for a model that sees nothing."""
+
+    settings_id = b""
 
     def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> HubImage:
         raise RequestError("this model takes no images", param=param)

@@ -175,7 +175,7 @@ class WindowedMachine(RuleBasedStateMachine):
             assert self.cache.evictable(g) == self.cache.num_pages[g]
             self.cache.evict(g, NUM_PAGES)
         assert not any(self.cache.num_pages)
-        assert not list(self.cache._nodes()), "keys stay behind without a page"
+        assert not list(self.cache.nodes()), "keys stay behind without a page"
 
 
 TestWindowed = WindowedMachine.TestCase
@@ -241,8 +241,8 @@ def test_a_lone_windows_branches_go_when_they_hold_nothing() -> None:
     cache.insert([1, 2, 3, 4, 5, 6], [[HOLE, pages[1], pages[2]]])
     cache.insert([1, 2, 3, 4, 9, 9], [[HOLE, HOLE, HOLE]])
     pool.release(pages)
-    assert cache.num_pages == (2,) and len(list(cache._nodes())) == 2
-    assert cache.evict(0, 5) == 2 and not list(cache._nodes())
+    assert cache.num_pages == (2,) and len(list(cache.nodes())) == 2
+    assert cache.evict(0, 5) == 2 and not list(cache.nodes())
 
 
 class Thing:

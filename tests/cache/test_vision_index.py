@@ -183,6 +183,15 @@ def test_the_least_recently_used_image_is_evicted_first() -> None:
     assert index.stats.evictions == 1
 
 
+def test_what_can_be_read_is_listed_by_use() -> None:
+    index = VisionIndex(5, SIZE)
+    for i in range(4):
+        ready(index, i, SIZE)
+    index.reserve(digest(4), SIZE)  # not written yet
+    assert index.pin(digest(1)) and index.acquire(digest(0)) is not None
+    assert [key for key, _ in index.stored()] == [digest(i) for i in (0, 1, 3, 2)]
+
+
 def test_a_pinned_image_is_not_evicted() -> None:
     index = VisionIndex(2, SIZE)
     ready(index, 0, SIZE)

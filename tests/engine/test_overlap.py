@@ -86,7 +86,7 @@ def driver(overlaps: bool = True, **options: Any) -> Driver:
 def step(d: Driver) -> None:
     d.step()
     radix = d.engine.scheduler.radix
-    for node in radix._nodes() if radix else ():
+    for node in radix.nodes() if radix else ():
         tokens = [key[-1] if isinstance(key, tuple) else key for key in node.keys]
         assert not any(isinstance(t, int) and t < 0 for t in tokens), "a pending token is cached"
 
