@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from mmserve import __version__
 from mmserve.config import (
     CacheConfig,
@@ -172,10 +174,22 @@ def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(keys)
 
 
+def _data_dir(args: argparse.Namespace) -> Path | None:
+    """The folder that was named; None for the word `none`."""
+    if args.data_dir is None:
+        return platformdirs.user_data_path("mmserve", appauthor=False)
+    if args.data_dir == "none" and args.database_url:
+        raise ValueError("--database-url needs a data folder for the pictures")
+    return None if args.data_dir == "none" else Path(args.data_dir)
+
+
 def _serve(args: argparse.Namespace) -> None:
     from mmserve.engine.async_engine import AsyncEngine
+    from mmserve.server.journal import CannotStoreError
     from mmserve.server.runner import serve
 
+    args.data_dir = args.data_dir or os.environ.get("MMSERVE_DATA_DIR") or None
+    args.database_url = args.database_url or os.environ.get("MMSERVE_DATABASE_URL") or None
     server = ServerConfig(
         host=args.host,
         port=args.port,
@@ -183,9 +197,18 @@ def _serve(args: argparse.Namespace) -> None:
         allow_origins=tuple(args.allow_origin or ()),
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
+        data_dir=_data_dir(args),
+        database_url=args.database_url,
     )
     config = Config(engine_config(args), server)
-    serve(config.server, AsyncEngine(config.engine))
+    try:
+        serve(config.server, AsyncEngine(config.engine))
+    except CannotStoreError as error:
+        if args.data_dir or args.database_url:
+            raise
+        print(f"mmserve keeps nothing over a restart: {error}", file=sys.stderr)
+        server = dataclasses.replace(server, data_dir=None)
+        serve(server, AsyncEngine(config.engine))
 
 
 def _chat(args: argparse.Namespace) -> None:
@@ -321,6 +344,18 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--allow-origin", action="append", metavar="ORIGIN")
     serve.add_argument("--ssl-certfile", type=_file)
     serve.add_argument("--ssl-keyfile", type=_file)
+    serve.add_argument(
+        "--data-dir",
+        metavar="DIR",
+        help="where conversations and files outlive the server, or: none (default: "
+        "$MMSERVE_DATA_DIR, or the platform's folder for data)",
+    )
+    serve.add_argument(
+        "--database-url",
+        metavar="URL",
+        help="SQLAlchemy's, such as postgresql+psycopg://… (default: $MMSERVE_DATABASE_URL, or "
+        "SQLite in the data folder)",
+    )
     _add_engine_flags(serve)
     serve.set_defaults(run=_serve)
 

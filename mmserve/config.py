@@ -91,6 +91,8 @@ class ServerConfig:
     allow_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
+    data_dir: Path | None = None  # for what must outlive the process; None: nothing does
+    database_url: str | None = None  # SQLAlchemy's; None: SQLite in data_dir
     max_body_bytes: int = 64 * MIB
     max_frame_bytes: int = 32 * MIB
     max_file_bytes: int = 32 * MIB

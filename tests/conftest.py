@@ -24,6 +24,9 @@ if not Path("/dev/nvidiactl").exists():
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+# No server that a test starts writes to the user's own data folder.
+os.environ["MMSERVE_DATA_DIR"] = "none"
+
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 

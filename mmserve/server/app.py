@@ -25,6 +25,7 @@ from mmserve.server.engine_face import EngineFace
 from mmserve.server.envelope import Envelope
 from mmserve.server.errors import on_http_exception, on_request_error
 from mmserve.server.files import FileStore
+from mmserve.server.journal import Database, Journal, NoJournal
 from mmserve.server.page import Page
 from mmserve.server.server_metrics import ServerMetrics
 from mmserve.server.services import Services
@@ -34,28 +35,38 @@ STOP_S = 5.0  # for stopped generations to end
 SWEEP_S = 60.0  # between two looks for expired files and responses
 
 
-def _services(engine: EngineFace, config: ServerConfig, blob_folder: Path | None) -> Services:
-    blobs = BlobStore(blob_folder)
+def _services(engine: EngineFace, config: ServerConfig) -> Services:
+    folder = config.data_dir
+    database = None if folder is None else Database(folder, config.database_url)
+    journal: Journal = database or NoJournal()
+    blobs = BlobStore(None if folder is None else folder / "blobs", journal)
+    files = FileStore(blobs, config, journal)
+    responses = ResponseStore(config, blobs, journal)
+    if database is not None:
+        files.restore(database)
+        responses.restore(database)
     return Services(
         engine=engine,
         config=config,
+        journal=journal,
         blobs=blobs,
-        files=FileStore(blobs, config),
-        responses=ResponseStore(config, blobs),
+        files=files,
+        responses=responses,
         metrics=ServerMetrics(),
     )
 
 
 async def _sweep(services: Services) -> None:
     while True:
-        await asyncio.sleep(SWEEP_S)
         services.files.expire()
         services.responses.expire()
+        await asyncio.sleep(SWEEP_S)
 
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     services: Services = app.state.services
+    services.blobs.open()
     # Started beside the server, so that /health can say "loading" meanwhile.
     starting = services.started = asyncio.ensure_future(services.engine.start())
     sweeping = asyncio.ensure_future(_sweep(services))
@@ -73,6 +84,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
         await asyncio.gather(starting, sweeping, return_exceptions=True)
         await services.engine.stop()
         services.blobs.close()
+        services.journal.close()
 
 
 def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware]:
@@ -96,10 +108,12 @@ def create_app(
     config: ServerConfig,
     *,
     page_folder: Path | None = None,
-    blob_folder: Path | None = None,
 ) -> Starlette:
-    """An ASGI application over one engine, which it starts and stops."""
-    services = _services(engine, config, blob_folder)
+    """An ASGI application over one engine, which it starts and stops.
+
+    Raises `CannotStoreError` where the configured data folder or database cannot be used.
+    """
+    services = _services(engine, config)
     app = Starlette(
         routes=[
             *ops.ROUTES,

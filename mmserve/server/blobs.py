@@ -1,19 +1,26 @@
 """Encoded image and file bytes, kept once by content.
 
 `BlobStore` owns a folder: each distinct content is one file, shared by everyone who holds its
-`Blob`, and gone when the last holder is. Bytes in memory are never kept for it. `MemoryBlob` is for
-what must never touch the disk. Knows nothing of images, responses or uploads.
+`Blob`, and gone when the last holder is. Bytes in memory are never kept for it. In a folder that
+was given, files outlive the process: they are written whole or not at all. `MemoryBlob` is for what
+must never touch the disk. Knows nothing of images, responses or uploads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
+import os
+import secrets
 import tempfile
 import weakref
 from pathlib import Path
 from typing import Protocol
+
+from mmserve.server.errors import StorageUnavailableError
+from mmserve.server.journal import Journal, NoJournal
+
+PART = ".part"  # the end of a name whose file is not whole yet
 
 
 class Blob(Protocol):
@@ -42,21 +49,25 @@ class DiskBlob:
     """Bytes in a file that lives as long as this object."""
 
     def __init__(self, path: Path, digest: bytes, size: int) -> None:
-        self._path = path
+        self.path = path
         self.digest = digest
         self.size = size
 
     async def read(self) -> bytes:
-        return await asyncio.to_thread(self._path.read_bytes)
+        return await asyncio.to_thread(self.path.read_bytes)
 
 
 class BlobStore:
     """Content-addressed files in a private folder, used from one event loop.
 
-    A temporary folder is made (and removed by `close`) where none is given.
+    A temporary folder is made (and removed by `close`) where none is given. In a given one, files
+    are removed between `open` and `close` only, so that the end of a process removes none, and
+    after what the `journal` was told before: no row may name a file that is gone.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, journal: Journal | None = None) -> None:
+        self._journal = journal or NoJournal()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of a given folder, between those
         self._temporary = (
             tempfile.TemporaryDirectory(prefix="mmserve-", ignore_cleanup_errors=True)
             if folder is None
@@ -64,37 +75,98 @@ class BlobStore:
         )
         self._folder = Path(self._temporary.name) if self._temporary else folder
         self._blobs: weakref.WeakValueDictionary[bytes, DiskBlob] = weakref.WeakValueDictionary()
-        self._serial = itertools.count()
+        self._found: dict[bytes, Path] = {}  # of an earlier process
         self.used_bytes = 0
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.iterdir():
+                digest = path.name.partition(".")[0]
+                if path.suffix != PART and len(digest) == 64:
+                    self._found[bytes.fromhex(digest)] = path
 
     def __len__(self) -> int:
         return len(self._blobs)
 
+    def find(self, digest: bytes) -> DiskBlob:
+        """The blob that an earlier process kept; before `open` only. Raises KeyError."""
+        known = self._blobs.get(digest)
+        if known is None:
+            path = self._found[digest]
+            known = self._register(path, digest, path.stat().st_size)
+        return known
+
+    def open(self) -> None:
+        """Begin to remove what nobody holds, first of all what was found and not asked for."""
+        assert self._folder is not None
+        if self._temporary is None:
+            held = {blob.path for blob in self._blobs.values()}
+            for path in set(self._folder.iterdir()) - held:
+                path.unlink(missing_ok=True)
+            self._loop = asyncio.get_running_loop()
+        self._found.clear()
+
     async def put(self, data: bytes) -> DiskBlob:
-        """The blob of these bytes, written unless it is held already."""
+        """The blob of these bytes, written unless it is held already.
+
+        Raises `StorageUnavailableError`.
+        """
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
         known = self._blobs.get(digest)
         if known is not None:
             return known
         assert self._folder is not None
-        # The serial keeps a late removal of an old file from hitting a new one of equal content.
-        path = self._folder / f"{digest.hex()}.{next(self._serial)}"
-        await asyncio.to_thread(path.write_bytes, data)
+        # A late removal of an old file must not hit a new one of equal content.
+        path = self._folder / f"{digest.hex()}.{secrets.token_hex(8)}"
+        try:
+            await asyncio.to_thread(self._write, path, data)
+        except OSError as error:
+            raise StorageUnavailableError(f"It cannot be stored: {error.strerror}.") from error
         known = self._blobs.get(digest)
         if known is not None:  # somebody wrote the same while we did
             path.unlink(missing_ok=True)
             return known
-        blob = DiskBlob(path, digest, len(data))
+        return self._register(path, digest, len(data))
+
+    def _write(self, path: Path, data: bytes) -> None:
+        part = path.with_name(path.name + PART)
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                if self._temporary is None:
+                    file.flush()
+                    os.fsync(file.fileno())
+            part.rename(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        if self._temporary is None and os.name == "posix":  # the name must last, too
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def _register(self, path: Path, digest: bytes, size: int) -> DiskBlob:
+        blob = DiskBlob(path, digest, size)
         self._blobs[digest] = blob
-        self.used_bytes += blob.size
-        weakref.finalize(blob, self._drop, path, blob.size)
+        self.used_bytes += size
+        weakref.finalize(blob, self._drop, path, size).atexit = False
         return blob
 
     def _drop(self, path: Path, size: int) -> None:
+        # On any thread: whichever let go last, or collects garbage.
         self.used_bytes -= size
-        path.unlink(missing_ok=True)
+        if self._temporary is not None:
+            path.unlink(missing_ok=True)
+        elif self._loop is not None:
+            self._loop.call_soon_threadsafe(self._remove, path)
+
+    def _remove(self, path: Path) -> None:
+        if self._loop is not None:
+            self._journal.after(lambda: path.unlink(missing_ok=True))
 
     def close(self) -> None:
-        """Remove a temporary folder and all in it."""
+        """Remove a temporary folder and all in it; leave any other as it is."""
+        self._loop = None
         if self._temporary is not None:
             self._temporary.cleanup()

@@ -75,6 +75,14 @@ class RateLimitError(RequestError):
     code = "rate_limit_exceeded"
 
 
+class StorageUnavailableError(RequestError):
+    """The disk or the database refused a write; what needs no storage goes on."""
+
+    status = 503
+    kind = "server_error"
+    code = "storage_unavailable"
+
+
 def error_object(error: RequestError) -> dict[str, Any]:
     """The inner object of the envelope."""
     return {

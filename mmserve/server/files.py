@@ -6,11 +6,14 @@ an image is sound is the engine's judgement.
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import sqlalchemy as sa
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,11 +22,20 @@ from starlette.routing import Route
 from mmserve.config import ServerConfig
 from mmserve.errors import RequestError, UnsupportedImageTypeError
 from mmserve.prompt import ImagePart, Message
+from mmserve.server import rows
 from mmserve.server.blobs import Blob, BlobStore
-from mmserve.server.errors import MissingParameterError, NotFoundError, RequestTooLargeError
+from mmserve.server.errors import (
+    MissingParameterError,
+    NotFoundError,
+    RequestTooLargeError,
+    StorageUnavailableError,
+)
 from mmserve.server.images import sniff
+from mmserve.server.journal import Database, Journal, NoJournal
 from mmserve.server.services import Services, owner_of, services_of
 from mmserve.server.wire import JSONBody, new_id
+
+log = logging.getLogger("mmserve.server")
 
 PURPOSES = ("vision", "user_data")
 DISK_BLOCK = 4096  # bytes: what even a tiny file costs
@@ -55,13 +67,31 @@ class StoredFile:
             "expires_at": self.expires_at,
         }
 
+    def to_row(self) -> dict[str, Any]:
+        body = {
+            "sha256": self.blob.digest.hex(),
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "media_type": self.media_type,
+            "created_at": self.created_at,
+        }
+        return {
+            "id": self.id,
+            "owner": self.owner,
+            "expires_at": self.expires_at,
+            "body": rows.to_text(body),
+        }
+
 
 class FileStore:
     """Uploads by id, each visible to its owner only, until they expire."""
 
-    def __init__(self, blobs: BlobStore, config: ServerConfig) -> None:
+    def __init__(
+        self, blobs: BlobStore, config: ServerConfig, journal: Journal | None = None
+    ) -> None:
         self._blobs = blobs
         self._config = config
+        self._journal = journal or NoJournal()
         self._files: OrderedDict[str, StoredFile] = OrderedDict()
 
     @property
@@ -71,7 +101,10 @@ class FileStore:
     async def add(
         self, data: bytes, *, owner: str, filename: str, purpose: str, ttl_s: int | None
     ) -> StoredFile:
-        """Keep an upload. Raises `RequestTooLargeError` when the budget is spent."""
+        """Keep an upload: it lasts once this returns.
+
+        Raises `RequestTooLargeError` when the budget is spent, and `StorageUnavailableError`.
+        """
         self.expire()
         if self.used_bytes + len(data) > self._config.max_files_bytes:
             limit = self._config.max_files_bytes / 2**20
@@ -89,7 +122,25 @@ class FileStore:
             expires_at=now + (ttl_s or self._config.file_ttl_s),
         )
         self._files[file.id] = file
+        try:
+            await self._journal.write(rows.insert(rows.FILES, **file.to_row()))
+        except StorageUnavailableError:
+            self._files.pop(file.id, None)
+            raise
         return file
+
+    def restore(self, database: Database) -> None:
+        """Take in what an earlier process kept; what has expired goes with the next `expire`."""
+        for row in database.read(sa.select(rows.FILES).order_by(rows.FILES.c.number)):
+            body = json.loads(row.body)
+            try:
+                blob = self._blobs.find(bytes.fromhex(body.pop("sha256")))
+            except KeyError:
+                log.warning("%s has lost its bytes", row.id)
+                continue
+            self._files[row.id] = StoredFile(
+                row.id, row.owner, blob, expires_at=int(row.expires_at), **body
+            )
 
     def get(self, id: str, owner: str, param: str | None = None) -> StoredFile:
         """The file, or `NotFoundError` for anybody else's, expired or unknown id."""
@@ -98,8 +149,11 @@ class FileStore:
             raise NotFoundError(f"No such file: '{id[:100]}'.", param=param, code="file_not_found")
         return file
 
-    def remove(self, id: str, owner: str) -> None:
-        del self._files[self.get(id, owner).id]
+    async def remove(self, id: str, owner: str) -> None:
+        """Gone for good once this returns. Raises `StorageUnavailableError`."""
+        file = self.get(id, owner)
+        await self._journal.write(rows.remove_file(file.id))
+        self._files.pop(file.id, None)
 
     def list(self, owner: str) -> list[StoredFile]:
         """Newest first."""
@@ -110,6 +164,7 @@ class FileStore:
         now = time.time()
         for file in [file for file in self._files.values() if file.expires_at <= now]:
             del self._files[file.id]
+            self._journal.write(rows.remove_file(file.id))
 
 
 def _ttl(form: Any) -> int | None:
@@ -197,7 +252,7 @@ async def file_content(request: Request) -> Response:
 async def delete_file(request: Request) -> Response:
     """DELETE /v1/files/{id}."""
     id = request.path_params["id"]
-    services_of(request).files.remove(id, owner_of(request))
+    await services_of(request).files.remove(id, owner_of(request))
     return JSONBody({"id": id, "object": "file", "deleted": True})
 
 

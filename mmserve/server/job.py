@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from mmserve.server.engine_face import Generation
 from mmserve.server.event_log import Event, EventLog
@@ -41,6 +41,7 @@ class Job:
     """Runs one generation to its terminal event.
 
     `grace_s`: how long it runs on without a reader before it is aborted; None: to its end.
+    `settle` is awaited before the terminal event, which is a promise that the response is kept.
     `on_done` is called once, after the log is closed.
     """
 
@@ -52,6 +53,7 @@ class Job:
         *,
         grace_s: float | None,
         on_done: Callable[[], None],
+        settle: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.transcript = transcript
         self.log = log
@@ -61,7 +63,7 @@ class Job:
         self._num_readers = 0
         self._timer: asyncio.TimerHandle | None = None
         transcript.begin(log)
-        self._task = asyncio.get_running_loop().create_task(self._run(on_done))
+        self._task = asyncio.get_running_loop().create_task(self._run(on_done, settle))
 
     @property
     def active(self) -> bool:
@@ -101,7 +103,9 @@ class Job:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._grace_s, self.cancel)
 
-    async def _run(self, on_done: Callable[[], None]) -> None:
+    async def _run(
+        self, on_done: Callable[[], None], settle: Callable[[], Awaitable[None]] | None
+    ) -> None:
         assert self._generation is not None
         try:
             async for event in self._generation:
@@ -112,7 +116,12 @@ class Job:
             self._generation.abort()
             self._generation = None
             self.transcript.end(self.log)
-            self.log.close()
-            if self._timer is not None:
-                self._timer.cancel()
-            on_done()
+            try:
+                if settle is not None:
+                    await settle()
+            finally:
+                self.transcript.conclude(self.log)
+                self.log.close()
+                if self._timer is not None:
+                    self._timer.cancel()
+                on_done()

@@ -5,6 +5,7 @@ Shared by HTTP and WebSocket. Knows nothing of how events are delivered.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 
@@ -13,12 +14,17 @@ from mmserve.prompt import Prompt, TextPart
 from mmserve.server.blobs import Blob, MemoryBlob
 from mmserve.server.content import ImageRef, inline_bytes, uploaded
 from mmserve.server.engine_face import Generation
-from mmserve.server.errors import NotFoundError, PreviousResponseNotFoundError
+from mmserve.server.errors import (
+    NotFoundError,
+    PreviousResponseNotFoundError,
+    StorageUnavailableError,
+)
 from mmserve.server.event_log import EventLog
+from mmserve.server.history import Entry, Item, StoredImage, render
 from mmserve.server.job import Job
 from mmserve.server.responses_request import InputItem, ResponseRequest
 from mmserve.server.services import Services
-from mmserve.server.store import Entry, Item, StoredImage, Turn, render
+from mmserve.server.store import Turn
 from mmserve.server.transcript import Transcript
 from mmserve.server.wire import new_id
 
@@ -112,11 +118,28 @@ class Responder:
         new = [Entry(item, old=False) for item in items]
         id = new_id("resp")
         generation, kept = await self._submit(id, request, old, new)
-        turn = Turn(id, self._owner, items, parent, prefill=request.prefill)
+        # What was not to be stored must not reach the disk as the history of what is.
+        durable = request.store and (parent is None or parent.durable)
+        turn = Turn(id, self._owner, items, parent, prefill=request.prefill, durable=durable)
         if len(kept) < len(old):
             turn.parent, turn.carried = None, tuple(kept)
-        self._run(turn, request, generation, grace_s)
+        job = self._run(turn, request, generation, grace_s)
+        if request.store:
+            await self._keep(turn, job)
+        else:
+            self._local[turn.id] = turn
         return turn
+
+    async def _keep(self, turn: Turn, job: Job) -> None:
+        """Store a turn that has begun; its prompt is computed meanwhile."""
+        try:
+            await self._services.responses.add(turn)
+        except asyncio.CancelledError:
+            job.attach().close()  # the reader that was to come has left
+            raise
+        except StorageUnavailableError:
+            job.cancel()
+            raise
 
     async def _submit(
         self, id: str, request: ResponseRequest, old: list[Entry], new: list[Entry]
@@ -145,7 +168,7 @@ class Responder:
         request: ResponseRequest,
         generation: Generation,
         grace_s: float | None,
-    ) -> None:
+    ) -> Job:
         services = self._services
         transcript = Transcript(
             turn.id,
@@ -155,19 +178,24 @@ class Responder:
             logprobs=request.params.logprobs is not None,
         )
 
-        def on_done() -> None:
+        async def settle() -> None:
             turn.finish()
+            try:
+                await services.responses.keep(turn)
+            except StorageUnavailableError as error:
+                transcript.fail(error.message)
+                turn.outputs = turn.spoken = ()
+
+        def on_done() -> None:
+            turn.response = transcript.response()
             services.jobs.discard(job)
             services.responses.finished(turn)
 
         log = EventLog(services.config.max_log_events, LOG_BYTES)
-        job = Job(transcript, generation, log, grace_s=grace_s, on_done=on_done)
+        job = Job(transcript, generation, log, grace_s=grace_s, on_done=on_done, settle=settle)
         turn.job = job
         services.jobs.add(job)
-        if request.store:
-            services.responses.add(turn)
-        else:
-            self._local[turn.id] = turn
+        return job
 
 
 def histories(old: list[Entry], truncate: bool) -> Iterator[list[Entry]]:

@@ -120,7 +120,7 @@ async def delete_response(request: Request) -> Response:
     if turn.active:
         assert turn.job is not None
         turn.job.cancel()
-    services_of(request).responses.remove(turn.id)
+    await services_of(request).responses.delete(turn)
     return JSONBody({"id": turn.id, "object": "response.deleted", "deleted": True})
 
 

@@ -15,6 +15,7 @@ from mmserve.config import ServerConfig
 from mmserve.errors import EngineUnavailableError, ModelLoadingError, ShuttingDownError
 from mmserve.server.blobs import BlobStore
 from mmserve.server.engine_face import EngineFace, ModelInfo
+from mmserve.server.journal import Journal
 
 if TYPE_CHECKING:
     from mmserve.server.files import FileStore
@@ -29,6 +30,7 @@ class Services:
 
     engine: EngineFace
     config: ServerConfig
+    journal: Journal
     blobs: BlobStore
     files: FileStore
     responses: ResponseStore

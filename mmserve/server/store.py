@@ -1,129 +1,43 @@
 """Stored responses: a tree of turns, found by id.
 
-Owns items, turns, lineage, expiry and eviction, and how a history becomes messages again: earlier
-answers as their exact tokens, images from their blobs. Knows nothing of transports.
+Owns turns, lineage, expiry and eviction. All turns are in memory; a journal keeps what must last.
+Knows nothing of transports.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sqlalchemy as sa
+
 from mmserve.config import MIB, ServerConfig
-from mmserve.prompt import ImagePart, Message, Part, TextPart, TokensPart
-from mmserve.server.blobs import Blob, BlobStore
-from mmserve.server.errors import NotFoundError
-from mmserve.server.images import data_url
+from mmserve.prompt import TextPart
+from mmserve.server import rows
+from mmserve.server.blobs import BlobStore
+from mmserve.server.errors import NotFoundError, StorageUnavailableError
+from mmserve.server.history import Entry, Item
 from mmserve.server.job import Job
+from mmserve.server.journal import Database, Journal, NoJournal
 from mmserve.server.transcript import Transcript, function_call_json
 
+log = logging.getLogger("mmserve.server")
+
 LOG_BUDGET = 64 * MIB  # bytes of finished responses' event logs, all together
-
-
-@dataclass(frozen=True)
-class StoredImage:
-    """An image of a stored turn; `param` is the field it came from."""
-
-    blob: Blob
-    param: str
-    detail: str = "auto"
-    file_id: str | None = None
-
-    async def to_json(self, with_url: bool) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": "input_image", "detail": self.detail}
-        part["file_id"] = self.file_id
-        part["sha256"] = self.blob.digest.hex()
-        if with_url:
-            part["image_url"] = data_url(await self.blob.read())
-        return part
-
-
-@dataclass(frozen=True)
-class Item:
-    """One message of a conversation. `token_ids`: an answer's exact tokens, used for its text."""
-
-    id: str
-    role: str  # system | user | assistant | tool
-    parts: tuple[TextPart | StoredImage, ...]
-    token_ids: tuple[int, ...] | None = None
-    call: dict[str, Any] | None = None  # the JSON of a function call or its output
-
-    @property
-    def is_call(self) -> bool:
-        return self.call is not None and self.role == "assistant"
-
-    @property
-    def images(self) -> list[StoredImage]:
-        return [part for part in self.parts if isinstance(part, StoredImage)]
-
-    async def to_json(self, with_urls: bool = False) -> dict[str, Any]:
-        if self.call is not None:
-            return {"id": self.id, "status": "completed", **self.call}
-        content: list[dict[str, Any]] = []
-        for part in self.parts:
-            if isinstance(part, StoredImage):
-                content.append(await part.to_json(with_urls))
-            elif self.role == "assistant":
-                content.append({"type": "output_text", "text": part.text, "annotations": []})
-            else:
-                content.append({"type": "input_text", "text": part.text})
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": self.role,
-            "status": "completed",
-            "content": content,
-        }
-
-    async def message_parts(self, old: bool) -> tuple[Part, ...]:
-        """As the prompt builder wants them; `old`: from an earlier request."""
-        if self.token_ids is not None:
-            return (TokensPart(self.token_ids),)
-        parts: list[Part] = []
-        for part in self.parts:
-            if isinstance(part, StoredImage):
-                param = "previous_response_id" if old else part.param
-                parts.append(ImagePart(await part.blob.read(), param, earlier=old))
-            else:
-                parts.append(part)
-        return tuple(parts)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An item in its history. `open`: a prefill ended here; the next user item goes on with it."""
-
-    item: Item
-    open: bool = False
-    old: bool = True
-
-
-async def render(entries: Iterable[Entry], instructions: str | None) -> list[Message]:
-    """A history as messages; a user turn that was prefilled in pieces is one message again, and
-    so is what an answer said and called."""
-    messages: list[Message] = []
-    if instructions:
-        messages.append(Message("system", (TextPart(instructions),)))
-    was_open = False
-    for entry in entries:
-        parts = await entry.item.message_parts(entry.old)
-        role = entry.item.role
-        # A call belongs to the assistant's turn that it was made in.
-        continues = was_open if role == "user" else role == "assistant" and entry.item.is_call
-        if continues and messages and messages[-1].role == role:
-            messages[-1] = Message(role, messages[-1].parts + parts)
-        else:
-            messages.append(Message(role, parts))
-        was_open = entry.open
-    return messages
+INTERRUPTED = "The server stopped while it wrote this response."
 
 
 @dataclass(eq=False)
 class Turn:
-    """One response with what it answered. `carried`: history kept when older turns were cut off."""
+    """One response with what it answered. `carried`: history kept when older turns were cut off.
+
+    `durable` where it and all before it may be written to the disk.
+    """
 
     id: str
     owner: str
@@ -131,18 +45,24 @@ class Turn:
     parent: Turn | None = None
     carried: tuple[Entry, ...] = ()
     prefill: bool = False
+    durable: bool = True
+    removed: bool = False
     expires_at: float = 0.0
     job: Job | None = None  # until its log is evicted
     outputs: tuple[Item, ...] = ()
     spoken: tuple[Item, ...] = ()  # the outputs as a history shows them: one item, its exact tokens
-    response: dict[str, Any] | None = None  # once ended
+    response: dict[str, Any] | None = None  # once ended and kept
 
     def current(self) -> dict[str, Any]:
         """The Response object as it stands."""
         if self.response is not None:
             return self.response
         assert self.job is not None
-        return self.job.transcript.response()
+        response = self.job.transcript.response()
+        if response["status"] != "in_progress":  # not kept yet, and so not to be told
+            unknown = dict.fromkeys(("completed_at", "error", "incomplete_details"))
+            response |= {**unknown, "status": "in_progress", "usage": None, "timings": None}
+        return response
 
     @property
     def active(self) -> bool:
@@ -152,7 +72,6 @@ class Turn:
         """Take over what the job made."""
         assert self.job is not None
         transcript = self.job.transcript
-        self.response = transcript.response()
         if not self.prefill and transcript.status != "failed":
             self.outputs = _outputs(transcript)
             tokens = transcript.answer.spliceable_tokens()
@@ -191,12 +110,40 @@ def _outputs(transcript: Transcript) -> tuple[Item, ...]:
     return tuple(items)
 
 
+def _turn_row(turn: Turn) -> dict[str, Any]:
+    question = {
+        "items": rows.items_json(turn.items),
+        "carried": rows.entries_json(turn.carried),
+        "prefill": turn.prefill,
+        "response": turn.current(),
+    }
+    return {
+        "id": turn.id,
+        "owner": turn.owner,
+        "parent_id": None if turn.parent is None else turn.parent.id,
+        "hidden": False,
+        "expires_at": turn.expires_at,
+        "question": rows.to_text(question),
+    }
+
+
+def _answer_json(outputs: Iterable[Item], spoken: Iterable[Item], response: dict[str, Any]) -> str:
+    return rows.to_text(
+        {
+            "outputs": rows.items_json(outputs),
+            "spoken": rows.items_json(spoken),
+            "response": response,
+        }
+    )
+
+
 @dataclass
 class ResponseStore:
     """Turns by id, each visible to its owner only; least recently used go first."""
 
     config: ServerConfig
     blobs: BlobStore
+    journal: Journal = field(default_factory=NoJournal)
     _turns: OrderedDict[str, Turn] = field(default_factory=OrderedDict)
     _items: dict[tuple[str, str], Item] = field(default_factory=dict)
     _logs: OrderedDict[str, Turn] = field(default_factory=OrderedDict)
@@ -205,11 +152,32 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def add(self, turn: Turn) -> None:
+    async def add(self, turn: Turn) -> None:
+        """Take in a turn that has begun. Raises `StorageUnavailableError`."""
         turn.expires_at = time.time() + self.config.store_ttl_s
+        if turn.parent is not None and turn.parent.removed:
+            turn.carried, turn.parent = tuple(turn.parent.history()), None
         self._turns[turn.id] = turn
         self._index(turn.owner, turn.items)
-        self.expire()
+        if turn.durable:
+            commit = self.journal.write(rows.insert(rows.TURNS, **_turn_row(turn)))
+            self.expire()
+            try:
+                await commit
+            except StorageUnavailableError:
+                if turn.id in self._turns:
+                    self._forget(turn)
+                raise
+        else:
+            self.expire()
+
+    async def keep(self, turn: Turn) -> None:
+        """What a turn's job made lasts once this returns. Raises `StorageUnavailableError`."""
+        if turn.durable and turn.id in self._turns:
+            assert turn.job is not None
+            response = turn.job.transcript.response()
+            answer = _answer_json(turn.outputs, turn.spoken, response)
+            await self.journal.write(rows.end_turn(turn.id, answer))
 
     def _index(self, owner: str, items: Iterable[Item]) -> None:
         for item in items:
@@ -252,12 +220,71 @@ class ResponseStore:
     def item(self, id: str, owner: str) -> Item | None:
         return self._items.get((owner, id))
 
-    def remove(self, id: str) -> None:
-        """Forget a turn; turns that continue it keep what they need of it."""
-        turn = self._turns.pop(id)
+    def _forget(self, turn: Turn) -> None:
+        del self._turns[turn.id]
         for item in (*turn.items, *turn.outputs):
             self._items.pop((turn.owner, item.id), None)
-        self._forget_log(id)
+        self._forget_log(turn.id)
+
+    async def delete(self, turn: Turn) -> None:
+        """As `remove`, and for good once this returns. Raises `StorageUnavailableError`."""
+        turn.removed = True
+        try:
+            await self.journal.write(rows.remove_turn(turn.id))
+        except StorageUnavailableError:
+            turn.removed = False
+            raise
+        if turn.id in self._turns:
+            self._forget(turn)
+
+    def remove(self, id: str) -> None:
+        """Drop a turn; turns that continue it keep what they need of it."""
+        turn = self._turns[id]
+        turn.removed = True
+        self._forget(turn)
+        self.journal.write(rows.remove_turn(id))
+
+    def restore(self, database: Database) -> None:
+        """Take in what an earlier process kept; what has expired goes with the next `expire`.
+
+        A turn that had not ended has failed.
+        """
+        known: dict[str, Turn] = {}
+        for row in database.read(sa.select(rows.TURNS).order_by(rows.TURNS.c.number)):
+            try:
+                turn = self._turn(row, known)
+            except KeyError:
+                log.warning("%s has lost an image, or what it continues", row.id)
+                continue
+            known[turn.id] = turn
+            if row.answer is None:
+                assert turn.response is not None
+                database.write_now(rows.end_turn(turn.id, _answer_json((), (), turn.response)))
+            if not row.hidden:
+                self._turns[turn.id] = turn
+                self._index(turn.owner, (*turn.items, *turn.outputs))
+
+    def _turn(self, row: sa.Row[Any], known: dict[str, Turn]) -> Turn:
+        question, find = json.loads(row.question), self.blobs.find
+        turn = Turn(
+            row.id,
+            row.owner,
+            rows.items(question["items"], find),
+            None if row.parent_id is None else known[row.parent_id],
+            rows.entries(question["carried"], find),
+            question["prefill"],
+            removed=row.hidden,
+            expires_at=row.expires_at,
+        )
+        if row.answer is None:
+            error = {"code": "server_error", "message": INTERRUPTED}
+            turn.response = question["response"] | {"status": "failed", "error": error}
+        else:
+            answer = json.loads(row.answer)
+            turn.outputs = rows.items(answer["outputs"], find)
+            turn.spoken = rows.items(answer["spoken"], find)
+            turn.response = answer["response"]
+        return turn
 
     def expire(self) -> None:
         """Drop what is too old, then the least recently used above the bounds."""

@@ -223,7 +223,7 @@ class Transcript:
         return "incomplete" if reason is FinishReason.LENGTH else "failed"
 
     def end(self, log: EventLog) -> None:
-        """Log the closing events; the last is the terminal one."""
+        """Log the closing events, all but the terminal one; the status is the last from now on."""
         self.status = self._final_status()
         self._completed_at = int(time.time()) if self.status == "completed" else None
         if self.status != "failed":
@@ -233,5 +233,13 @@ class Transcript:
             calls = self.answer.calls
             if calls and not calls[-1].ended:
                 self._end_call(len(calls) - 1, log)
+
+    def fail(self, message: str) -> None:
+        """After `end`: the response could not be brought to its end after all."""
+        self.status, self._completed_at = "failed", None
+        self.answer.finish_reason, self.answer.error = FinishReason.ERROR, message
+
+    def conclude(self, log: EventLog) -> None:
+        """Log the terminal event."""
         kind = "incomplete" if self.status == "cancelled" else self.status
         log.append(f"response.{kind}", {"response": self.response()})

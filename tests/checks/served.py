@@ -76,7 +76,8 @@ def serving(*flags: str) -> Iterator[Served]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mmserve", "serve", "--port", str(port), *flags]
+    command = [sys.executable, "-m", "mmserve", "serve", "--port", str(port)]
+    command += ["--data-dir", "none", *flags]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:

@@ -1,0 +1,132 @@
+"""Turns, items and files as rows: the tables, the JSON in them, and the changes made to them.
+
+Owns what a row looks like. Bodies are JSON in ASCII, which every database takes; images are named
+by their SHA-256 and lie in the blob store. A removed turn that others continue stays, hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import sqlalchemy as sa
+
+from mmserve.prompt import TextPart
+from mmserve.server.blobs import Blob
+from mmserve.server.history import Entry, Item, StoredImage
+from mmserve.server.journal import Change
+
+FindBlob = Callable[[bytes], Blob]  # raises KeyError
+
+_tables = sa.MetaData()
+TURNS = sa.Table(
+    "turns",
+    _tables,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.String(64)),
+    sa.Column("owner", sa.String(128)),
+    sa.Column("parent_id", sa.String(64)),
+    sa.Column("hidden", sa.Boolean),
+    sa.Column("expires_at", sa.Float(53)),  # seconds since 1970
+    sa.Column("question", sa.Text),
+    sa.Column("answer", sa.Text),  # once ended
+)
+FILES = sa.Table(
+    "files",
+    _tables,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.String(64)),
+    sa.Column("owner", sa.String(128)),
+    sa.Column("expires_at", sa.Float(53)),
+    sa.Column("body", sa.Text),
+)
+
+
+def to_text(body: dict[str, Any]) -> str:
+    return json.dumps(body, separators=(",", ":"))
+
+
+def _part_json(part: TextPart | StoredImage) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"text": part.text}
+    return {
+        "image": part.blob.digest.hex(),
+        "param": part.param,
+        "detail": part.detail,
+        "file_id": part.file_id,
+    }
+
+
+def _part(body: dict[str, Any], find: FindBlob) -> TextPart | StoredImage:
+    if "text" in body:
+        return TextPart(body["text"])
+    blob = find(bytes.fromhex(body["image"]))
+    return StoredImage(blob, body["param"], body["detail"], body["file_id"])
+
+
+def _item_json(item: Item) -> dict[str, Any]:
+    return {
+        "id": item.id,
+        "role": item.role,
+        "parts": [_part_json(part) for part in item.parts],
+        "token_ids": item.token_ids,
+        "call": item.call,
+    }
+
+
+def _item(body: dict[str, Any], find: FindBlob) -> Item:
+    tokens = body["token_ids"]
+    return Item(
+        body["id"],
+        body["role"],
+        tuple(_part(part, find) for part in body["parts"]),
+        None if tokens is None else tuple(tokens),
+        body["call"],
+    )
+
+
+def items_json(items: Iterable[Item]) -> list[dict[str, Any]]:
+    return [_item_json(item) for item in items]
+
+
+def items(bodies: list[dict[str, Any]], find: FindBlob) -> tuple[Item, ...]:
+    """Raises KeyError where an image is lost."""
+    return tuple(_item(body, find) for body in bodies)
+
+
+def entries_json(entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    return [{**_item_json(entry.item), "open": entry.open} for entry in entries]
+
+
+def entries(bodies: list[dict[str, Any]], find: FindBlob) -> tuple[Entry, ...]:
+    return tuple(Entry(_item(body, find), body["open"]) for body in bodies)
+
+
+# Changes
+
+
+def insert(table: sa.Table, **values: Any) -> Change:
+    return lambda connection: connection.execute(table.insert().values(values))
+
+
+def remove_file(id: str) -> Change:
+    return lambda connection: connection.execute(FILES.delete().where(FILES.c.id == id))
+
+
+def end_turn(id: str, answer: str) -> Change:
+    change = TURNS.update().where(TURNS.c.id == id).values(answer=answer)
+    return lambda connection: connection.execute(change)
+
+
+def remove_turn(id: str) -> Change:
+    """Hide it, then drop every hidden turn that none continues."""
+    child = TURNS.alias()
+    needed = sa.exists().where(child.c.parent_id == TURNS.c.id)
+
+    def change(connection: sa.Connection) -> None:
+        connection.execute(TURNS.update().where(TURNS.c.id == id).values(hidden=True))
+        while connection.execute(TURNS.delete().where(TURNS.c.hidden, ~needed)).rowcount:
+            pass
+
+    return change
