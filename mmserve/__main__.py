@@ -174,7 +174,7 @@ def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _data_dir(args: argparse.Namespace) -> Path | None:
+def data_dir(args: argparse.Namespace) -> Path | None:
     """The folder that was named; None for the word `none`."""
     if args.data_dir is None:
         return platformdirs.user_data_path("mmserve", appauthor=False)
@@ -188,8 +188,6 @@ def _serve(args: argparse.Namespace) -> None:
     from mmserve.server.journal import CannotStoreError
     from mmserve.server.runner import serve
 
-    args.data_dir = args.data_dir or os.environ.get("MMSERVE_DATA_DIR") or None
-    args.database_url = args.database_url or os.environ.get("MMSERVE_DATABASE_URL") or None
     server = ServerConfig(
         host=args.host,
         port=args.port,
@@ -197,7 +195,7 @@ def _serve(args: argparse.Namespace) -> None:
         allow_origins=tuple(args.allow_origin or ()),
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
-        data_dir=_data_dir(args),
+        data_dir=data_dir(args),
         database_url=args.database_url,
     )
     config = Config(engine_config(args), server)
@@ -207,8 +205,7 @@ def _serve(args: argparse.Namespace) -> None:
         if args.data_dir or args.database_url:
             raise
         print(f"mmserve keeps nothing over a restart: {error}", file=sys.stderr)
-        server = dataclasses.replace(server, data_dir=None)
-        serve(server, AsyncEngine(config.engine))
+        serve(dataclasses.replace(server, data_dir=None), AsyncEngine(config.engine))
 
 
 def _chat(args: argparse.Namespace) -> None:
@@ -346,15 +343,14 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--ssl-keyfile", type=_file)
     serve.add_argument(
         "--data-dir",
-        metavar="DIR",
+        default=os.environ.get("MMSERVE_DATA_DIR") or None,
         help="where conversations and files outlive the server, or: none (default: "
         "$MMSERVE_DATA_DIR, or the platform's folder for data)",
     )
     serve.add_argument(
         "--database-url",
-        metavar="URL",
-        help="SQLAlchemy's, such as postgresql+psycopg://… (default: $MMSERVE_DATABASE_URL, or "
-        "SQLite in the data folder)",
+        default=os.environ.get("MMSERVE_DATABASE_URL") or None,
+        help="SQLAlchemy's (default: $MMSERVE_DATABASE_URL, or SQLite in the data folder)",
     )
     _add_engine_flags(serve)
     serve.set_defaults(run=_serve)

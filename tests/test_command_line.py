@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import platformdirs
 import pytest
 
 from mmserve import __version__
-from mmserve.__main__ import build_parser, engine_config
+from mmserve.__main__ import build_parser, data_dir, engine_config
 from mmserve.config import MIB, EngineConfig
 from tests.model import families
 
@@ -150,6 +151,26 @@ def test_a_command_is_demanded(capsys: pytest.CaptureFixture[str]) -> None:
     assert "command" in refusal(capsys)
 
 
+@pytest.mark.parametrize(
+    ("flags", "variable", "expected"),
+    [
+        ((), "none", None),
+        ((), "/variable", Path("/variable")),
+        (("--data-dir", "/flag"), "/variable", Path("/flag")),
+        (("--data-dir", "none"), "/variable", None),
+        ((), "", platformdirs.user_data_path("mmserve", appauthor=False)),
+    ],
+)
+def test_the_data_folder_is_the_flags_the_variables_or_the_platforms(
+    flags: tuple[str, ...],
+    variable: str,
+    expected: Path | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MMSERVE_DATA_DIR", variable)
+    assert data_dir(build_parser().parse_args(["serve", *flags])) == expected
+
+
 # -- the program ---------------------------------------------------------------------------------
 
 
@@ -202,6 +223,16 @@ def test_serving_in_a_mode_that_cannot_be_ends_with_a_sentence(
     folder = families.build(name, tmp_path)
     line = complaint("serve", "--port", "0", "--model", str(folder), *flags, status=2)
     assert said in line
+
+
+@pytest.mark.slow
+def test_serving_from_a_data_folder_that_cannot_be_ends_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "data")
+    line = complaint("serve", "--port", "0", "--data-dir", folder)
+    assert "cannot write to" in line and folder in line
+    flags = ("--data-dir", "none", "--database-url", "postgresql+psycopg://nowhere/x")
+    assert "data folder" in complaint("serve", "--port", "0", *flags, status=2)
 
 
 @pytest.mark.slow

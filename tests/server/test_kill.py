@@ -1,0 +1,15 @@
+"""`kill -9` under load, a few times; `tests/checks/kill.py` does it fifty times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checks import kill
+
+
+@pytest.mark.slow
+def test_nothing_that_was_acknowledged_is_lost(tmp_path: Path) -> None:
+    told = kill.run(tmp_path, kills=5, seed=5)
+    assert told.answers and told.files and told.deleted
