@@ -94,7 +94,7 @@ class Database:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = FileLock(folder / "lock", thread_local=False)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
         except Timeout:
             raise CannotStoreError(f"another server uses the data folder {folder}") from None

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from mmserve.config import ServerConfig
 from mmserve.server.app import create_app
 from mmserve.server.journal import CannotStoreError, Database
-from tests.server.conftest import Running, data_url, png, start
+from tests.server.conftest import PATIENCE_S, Running, data_url, eventually, png, start
 from tests.server.fake_engine import FakeEngine
 
 Start = Callable[..., Running]
@@ -203,6 +205,40 @@ def test_one_server_a_folder(begin: Start, tmp_path: Path) -> None:
     begin()
     with pytest.raises(CannotStoreError, match="another server uses the data folder"):
         create_app(FakeEngine(), ServerConfig(data_dir=tmp_path / "data"))
+
+
+def test_nothing_is_acknowledged_before_its_commit(
+    begin: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = begin()
+    running.engine.hold_at = 1
+    ids = [ask(running, "one two", background=True)["id"] for _ in range(2)]
+    gate, waiting, commit = threading.Event(), threading.Event(), Database._commit
+
+    def gated(self: Database, orders: Any) -> None:
+        waiting.set()
+        assert gate.wait(PATIENCE_S)
+        commit(self, orders)
+
+    monkeypatch.setattr(Database, "_commit", gated)
+    running.engine.hold_at = None
+    assert waiting.wait(PATIENCE_S) and eventually(lambda: not running.engine.running)
+    for id in ids:
+        shown = running.http().get(f"/v1/responses/{id}").json()
+        assert shown["status"] == "in_progress"
+        assert shown["usage"] is None and shown["completed_at"] is None
+        body = {"input": "on", "previous_response_id": id}
+        answer = running.http().post("/v1/responses", json=body)
+        assert "has not ended" in answer.json()["error"]["message"]
+    logs = [job.log for job in running.services.jobs]
+    assert len(logs) == 2 and not any(log.closed for log in logs)
+    upload = {"files": {"file": ("x", png())}, "data": {"purpose": "vision"}}
+    with pytest.raises(httpx.ReadTimeout):
+        running.http().post("/v1/files", timeout=0.3, **upload)  # type: ignore[arg-type]
+    gate.set()
+    assert running.idle()
+    for id in ids:
+        assert running.http().get(f"/v1/responses/{id}").json()["status"] == "completed"
 
 
 def test_a_refusing_disk_stops_what_must_be_stored_and_nothing_else(
