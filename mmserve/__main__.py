@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 
-from mmserve import __version__
+from mmserve import __version__, flags
 from mmserve.config import (
     CacheConfig,
     Config,
@@ -28,48 +26,6 @@ from mmserve.config import (
     SchedulerConfig,
     ServerConfig,
 )
-
-
-def _size(text: str) -> int:
-    """Bytes from `512M`, `2GiB` or a plain number."""
-    units = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
-    number = text.strip().lower().removesuffix("b").removesuffix("i")
-    factor = units.get(number[-1:], 1)
-    try:
-        value = int(float(number.rstrip("kmgt")) * factor)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 2G") from None
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive size")
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 (any free one) to 65535")
-    return int(text)
-
-
-def _settings(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as {{}}")
-    return value
-
-
-def _file(text: str) -> Path:
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
-    return Path(text)
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -96,36 +52,36 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--blend-tokens",
-        type=_count,
+        type=flags.count,
         default=model.blend_tokens,
         metavar="N",
         help="how many of an image's first tokens do in blend mode",
     )
-    add("--max-model-len", type=_count, help="tokens, text and image")
+    add("--max-model-len", type=flags.count, help="tokens, text and image")
     add(
         "--rope-scaling",
-        type=_settings,
+        type=flags.settings,
         metavar="JSON",
         help='for sequences beyond the trained length, such as {"rope_type": "yarn", "factor": 4}',
     )
-    add("--num-threads", type=_count, help="CPU threads (default: PyTorch's choice)")
+    add("--num-threads", type=flags.count, help="CPU threads (default: PyTorch's choice)")
     add("--cache-dir", type=Path, help="where fetched weights live (default: ~/.cache/mmserve)")
     add(
         "--mm-processor-kwargs",
-        type=_settings,
+        type=flags.settings,
         default={},
         metavar="JSON",
         help="settings of a checkpoint's image processor",
     )
-    add("--chat-template", type=_file, help="a Jinja file instead of a checkpoint's own")
-    add("--kv-cache-memory-bytes", type=_size, default=cache.text_bytes, help="text KV pool")
-    add("--vision-kv-cache-memory-bytes", type=_size, default=cache.vision_bytes)
+    add("--chat-template", type=flags.file, help="a Jinja file instead of a checkpoint's own")
+    add("--kv-cache-memory-bytes", type=flags.size, default=cache.text_bytes, help="text KV pool")
+    add("--vision-kv-cache-memory-bytes", type=flags.size, default=cache.vision_bytes)
     add("--no-enable-prefix-caching", action="store_true")
-    add("--max-num-seqs", type=_count, default=steps.max_num_seqs)
-    add("--max-num-batched-tokens", type=_count, default=steps.max_num_batched_tokens)
+    add("--max-num-seqs", type=flags.count, default=steps.max_num_seqs)
+    add("--max-num-batched-tokens", type=flags.count, default=steps.max_num_batched_tokens)
     add(
         "--limit-mm-per-prompt",
-        type=_count,
+        type=flags.count,
         default=ImageLimits.max_images,
         metavar="N",
         help="images in one request",
@@ -289,11 +245,11 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument
     add("workload", choices=(*WORKLOADS, *SUITES), help="or a suite of figures")
-    add("--sessions", type=_count, help="users (this and the next: default by workload)")
-    add("--turns", type=_count, help="of each user")
-    add("--images", type=_count, help="in view of a turn")
-    add("--prompt-tokens", type=_count, help="of a turn's text")
-    add("--output-tokens", type=_count, help="of each answer")
+    add("--sessions", type=flags.count, help="users (this and the next: default by workload)")
+    add("--turns", type=flags.count, help="of each user")
+    add("--images", type=flags.count, help="in view of a turn")
+    add("--prompt-tokens", type=flags.count, help="of a turn's text")
+    add("--output-tokens", type=flags.count, help="of each answer")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     add("--shape", choices=SHAPE_NAMES, default=DEFAULT, help="engine: model dimensions")
@@ -304,8 +260,8 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
         choices=tuple(FAMILIES),
         help="families: these and no others (may be given several times)",
     )
-    add("--budget-seconds", type=_count, default=300, help="of a suite: no case starts later")
-    add("--step-tokens", type=_count, default=8192, help="engine: text tokens in one step")
+    add("--budget-seconds", type=flags.count, default=300, help="of a suite: no case starts later")
+    add("--step-tokens", type=flags.count, default=8192, help="engine: text tokens in one step")
     add("--peer", choices=("transformers",), help="compare with its generate, in the same run")
     add(
         "--peer-dtype",
@@ -335,12 +291,12 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="the HTTP and WebSocket server with the chat page")
     border = ServerConfig()
     serve.add_argument("--host", default=border.host)
-    serve.add_argument("--port", type=_port, default=border.port)
+    serve.add_argument("--port", type=flags.port, default=border.port)
     serve.add_argument("--api-key", action="append", help="may be given several times")
-    serve.add_argument("--api-key-file", type=_file, help="keys separated by white space")
+    serve.add_argument("--api-key-file", type=flags.file, help="keys separated by white space")
     serve.add_argument("--allow-origin", action="append", metavar="ORIGIN")
-    serve.add_argument("--ssl-certfile", type=_file)
-    serve.add_argument("--ssl-keyfile", type=_file)
+    serve.add_argument("--ssl-certfile", type=flags.file)
+    serve.add_argument("--ssl-keyfile", type=flags.file)
     serve.add_argument(
         "--data-dir",
         default=os.environ.get("MMSERVE_DATA_DIR") or None,
@@ -359,7 +315,7 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument(
         "words", nargs="+", metavar="FILE… QUESTION", help="pictures, then a question"
     )
-    chat.add_argument("--max-tokens", type=_count, default=200)
+    chat.add_argument("--max-tokens", type=flags.count, default=200)
     _add_engine_flags(chat)
     chat.set_defaults(run=_chat)
 
@@ -374,7 +330,7 @@ def build_parser() -> argparse.ArgumentParser:
     kv = commands.add_parser("kv", help="files of keys and values (docs/kv-format.md)")
     acts = kv.add_subparsers(required=True, metavar="act")
     inspecting = acts.add_parser("inspect", help="what a file holds, its checksums compared")
-    inspecting.add_argument("file", type=_file)
+    inspecting.add_argument("file", type=flags.file)
     inspecting.set_defaults(run=_inspect_kv)
     return parser
 

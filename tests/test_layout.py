@@ -34,6 +34,7 @@ BOOKS = {
 ALLOWED = {
     "config": set(),
     "errors": set(),
+    "flags": set(),
     "regimes": set(),
     "request": set(),
     "sequence": {"regimes", "request"},

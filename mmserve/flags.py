@@ -1,0 +1,51 @@
+"""What the values of flags are made from: each a function that argparse calls with the text, and
+whose `ArgumentTypeError` it says beside the flag's name. Knows no flag."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def size(text: str) -> int:
+    """Bytes from `512M`, `2GiB` or a plain number."""
+    units = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    factor = units.get(number[-1:], 1)
+    try:
+        value = int(float(number.rstrip("kmgt")) * factor)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 2G") from None
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive size")
+    return value
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 (any free one) to 65535")
+    return int(text)
+
+
+def settings(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as {{}}")
+    return value
+
+
+def file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return Path(text)
