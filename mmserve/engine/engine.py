@@ -175,12 +175,13 @@ class Engine:
         now = batch.without(lambda image: not runner.has_seen(image.digest))
         if not now.chunks or now.num_tokens > MOST_RIDDEN_ROWS:
             return batch
-        late = [(job.key, job.image) for job in batch.images]
-        late += [(c.placed.key, c.placed.image) for chunk in now.held for c in chunk.images]
-        for _, image in late:
+        wanted = [(job.key, job.image) for job in batch.images]
+        wanted += [(c.placed.key, c.placed.image) for chunk in now.held for c in chunk.images]
+        for _, image in wanted:
             runner.touch(image.digest)
         started = time.monotonic()
-        for number, (key, image) in enumerate(i for i in late if not runner.knows(i[1].digest)):
+        new = (each for each in wanted if not runner.knows(each[1].digest))
+        for number, (key, image) in enumerate(new):
             if number and time.monotonic() - started > LONGEST_START_S:
                 break
             self._see(key, image)
