@@ -150,7 +150,7 @@ class Engine:
 
     def save_kv(self, path: Path) -> KVHeader:
         """Write all that is cached. Raises `KVFileError` or `OSError`."""
-        self._land()
+        self._land()  # a step's KV is complete then, whatever stream of a device wrote it
         return write_file(path, self.kv.collect())
 
     def load_kv(self, path: Path) -> Placed:
