@@ -290,7 +290,9 @@ def filter_threshold(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor
         lowest.index_copy_(0, index, _ranked_threshold(scaled[index], chosen, CANDIDATES))
     if any(p.min_p > 0 for p in params):
         floor = _column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params], scaled)
-        lowest = torch.maximum(lowest, scaled.amax(-1, keepdim=True) + floor)
+        exact = scaled.amax(-1, keepdim=True).double() + floor
+        near = exact.float()  # or the next one above, where this is below
+        lowest = lowest.maximum(torch.where(near < exact, near.nextafter(near + math.inf), near))
     return lowest
 
 
@@ -306,8 +308,9 @@ def _ranked_threshold(scaled: Tensor, params: Sequence[SamplingParams], width: i
     limits = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     k = upload(limits, torch.long, scaled.device).unsqueeze(-1)  # [R, 1]
     rank = torch.arange(width, device=scaled.device)
-    kept = best.masked_fill(rank >= k, -math.inf)
-    whole = torch.where(k < vocab_size, kept.logsumexp(-1, True), scaled.logsumexp(-1, True))
+    # Below the best: a sum of huge logits would be rounded to whole numbers.
+    kept, rest = (best - best[:, :1]).masked_fill(rank >= k, -math.inf), scaled - best[:, :1]
+    whole = torch.where(k < vocab_size, kept.logsumexp(-1, True), rest.logsumexp(-1, True))
     mass = (kept - whole).exp().cumsum(-1)  # [R, width]
     # The token that reaches top_p is the last to stay; top_p 1 is never cut for rounding.
     top_p = _column([p.top_p if p.top_p < 1 else math.inf for p in params], scaled)
