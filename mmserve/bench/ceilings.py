@@ -35,6 +35,11 @@ class Ceilings:
     flops_per_s: float  # of a square product in the dtype weights have
 
 
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """What models run in there."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

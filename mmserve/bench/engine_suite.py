@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from mmserve.bench.ceilings import GIB, Ceilings, Probe, measure_ceilings
+from mmserve.bench.ceilings import GIB, Ceilings, Probe, measure_ceilings, usual_dtype
 from mmserve.bench.dims import NO_TOWER, ModelShape
 from mmserve.bench.engine_cases import EngineCases, Plan
 from mmserve.bench.load import Load
@@ -113,8 +113,7 @@ def _shows(suite: EngineSuite) -> bool:
 def _load(suite: EngineSuite, config: ModelConfig, device: torch.device) -> LoadedModel:
     if suite.shape is None:
         return load_model(config)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return build_shape(suite.shape, device, dtype, suite.seed)
+    return build_shape(suite.shape, device, usual_dtype(device), suite.seed)
 
 
 def _engine_config(suite: EngineSuite, config: ModelConfig, loaded: LoadedModel) -> EngineConfig:

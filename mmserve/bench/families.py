@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from mmserve.bench.ceilings import Ceilings, Probe, measure_ceilings
+from mmserve.bench.ceilings import Ceilings, Probe, measure_ceilings, usual_dtype
 from mmserve.bench.engine_cases import EngineCases, Plan
 from mmserve.bench.family_shapes import Words
 from mmserve.bench.load import Load
@@ -58,7 +58,7 @@ def bench_families(suite: FamilySuite, config: ModelConfig) -> SuiteReport:
     device = resolve_device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    ceilings = measure_ceilings(device, _dtype(device), suite.probe)
+    ceilings = measure_ceilings(device, usual_dtype(device), suite.probe)
     report = SuiteReport(
         command=suite.command,
         suite="families",
@@ -88,7 +88,7 @@ def _family(
     name: str, suite: FamilySuite, config: ModelConfig, ceilings: Ceilings, deadline: float
 ) -> Iterator[Line]:
     device = resolve_device(config.device)
-    loaded = build_family(name, suite.families[name], device, _dtype(device), suite.seed)
+    loaded = build_family(name, suite.families[name], device, usual_dtype(device), suite.seed)
     sizes = Sizes.of(loaded)
     engine = Engine(_engine_config(config, loaded, suite.plan), loaded)
     load = Load(engine, None, suite.seed, deadline)
@@ -128,10 +128,6 @@ def build_family(
         weights_id=fingerprint(("family", repr(words).encode()), ("seed", str(seed).encode())),
     )
     return LoadedCheckpoint(lm.eval().requires_grad_(False), checkpoint, device)
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _engine_config(config: ModelConfig, loaded: LoadedCheckpoint, plan: Plan) -> EngineConfig:

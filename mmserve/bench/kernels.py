@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import triton
 
-from mmserve.bench.ceilings import Probe, measure_ceilings
+from mmserve.bench.ceilings import Probe, measure_ceilings, usual_dtype
 from mmserve.bench.kernel_cases import KernelCases, Plan
 from mmserve.bench.machine import facts
 from mmserve.bench.suite import SuiteReport, record, render, run_cases
@@ -38,7 +38,7 @@ def bench_kernels(suite: KernelSuite) -> SuiteReport:
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise ValueError("the kernels suite needs a GPU")
     torch.manual_seed(suite.seed)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = usual_dtype(device)
     ceilings = measure_ceilings(device, dtype, suite.probe)
     cases = KernelCases(suite.plan, device, dtype, ceilings)
     report = SuiteReport(

@@ -106,9 +106,12 @@ class CUDARunner(ModelRunner):
         self._kv_heads = max(of.kv_heads for of in each)
         self._buckets = tuple(b for b in BUCKETS if not self._sliced or b % SLICE == 0)
         self._on_gpu = self.device.type == "cuda"
-        # transformers' own layers may do what cannot be captured.
-        must = self._fused
-        self._graphs = Graphs(self.device, "steps of this model", must=must, priority=URGENT)
+        self._graphs = Graphs(
+            self.device,
+            "steps of this model",
+            must=self._fused,  # transformers' own layers may do what cannot be captured
+            priority=URGENT,
+        )
         self._beside = VisionStream(self.device)
         self._tower = CapturedTower(self.vision_model, self.device, self.adapter.dtype)
         self._slots = self._ints = 0

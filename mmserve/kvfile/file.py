@@ -6,10 +6,7 @@ Owns checksums and that a file is there whole or not at all. Knows nothing of po
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmserve.kvfile.header import Identity, KVFileError, KVHeader
+from mmserve.whole_file import replacing
 
 HEADER, HEADER_SUM = "kv_header", "kv_header_sha256"  # in the safetensors metadata
 
@@ -51,35 +49,12 @@ def write_file(path: Path, file: KVFile) -> KVHeader:
     header = replace(file.header, checksums={n: checksum(t) for n, t in tensors.items()})
     text = header.to_json()
     metadata = {HEADER: text, HEADER_SUM: hashlib.sha256(text.encode()).hexdigest()}
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         try:
             save_file(tensors, temporary, metadata)
         except SafetensorError as error:
             raise KVFileError(f"{path} cannot be written: {error}") from error
     return header
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A file in the same folder that takes the name once it is on the disk, or goes."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        _sync(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_file(path: Path, ours: Identity | None = None) -> KVFile:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import secrets
 import tempfile
 import weakref
@@ -19,8 +18,7 @@ from typing import Protocol
 
 from mmserve.server.errors import StorageUnavailableError
 from mmserve.server.journal import Journal, NoJournal
-
-PART = ".part"  # the end of a name whose file is not whole yet
+from mmserve.whole_file import PART, replacing
 
 
 class Blob(Protocol):
@@ -128,23 +126,8 @@ class BlobStore:
         return self._register(path, digest, len(data))
 
     def _write(self, path: Path, data: bytes) -> None:
-        part = path.with_name(path.name + PART)
-        try:
-            with part.open("wb") as file:
-                file.write(data)
-                if self._temporary is None:
-                    file.flush()
-                    os.fsync(file.fileno())
-            part.rename(path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
-        if self._temporary is None and os.name == "posix":  # the name must last, too
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        with replacing(path, lasts=self._temporary is None) as part:
+            part.write_bytes(data)
 
     def _register(self, path: Path, digest: bytes, size: int) -> DiskBlob:
         blob = DiskBlob(path, digest, size)

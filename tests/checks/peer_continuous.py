@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 import torch
 
-from mmserve.bench.ceilings import measure_ceilings
+from mmserve.bench.ceilings import measure_ceilings, usual_dtype
 from mmserve.bench.dims import SHAPES
 from mmserve.bench.machine import facts
 from mmserve.bench.peer_cases import PeerCases
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget-seconds", type=float, default=60.0)
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    dtype = usual_dtype(device)
     ceilings = measure_ceilings(device, dtype)
     loaded = build_shape(SHAPES[args.shape], device, dtype)
     command = shlex.join(["python", *sys.argv])

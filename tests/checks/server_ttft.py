@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 import torch
 
-from mmserve.bench.ceilings import Probe, measure_ceilings
+from mmserve.bench.ceilings import Probe, measure_ceilings, usual_dtype
 from mmserve.bench.dims import SHAPES, ModelShape
 from mmserve.bench.machine import facts
 from mmserve.bench.pictures import draw
@@ -54,7 +54,7 @@ START_S = 180.0
 
 def run_server(shape: ModelShape, device: str, port: int, pool_bytes: int) -> None:
     """Serve until the process is ended."""
-    dtype = _dtype(device)
+    dtype = usual_dtype(torch.device(device))
 
     def build(config: EngineConfig) -> Engine:
         return Engine(config, build_shape(shape, torch.device(device), dtype))
@@ -210,17 +210,13 @@ class Check:
 
 def check(asked: Check, path: Path | None) -> SuiteReport:
     device = torch.device(asked.device)
-    ceilings = measure_ceilings(device, _dtype(asked.device), asked.probe)
+    ceilings = measure_ceilings(device, usual_dtype(device), asked.probe)
     command = shlex.join(["python", *sys.argv])
     name = f"{asked.shape.name} (random weights)"
     report = SuiteReport(command, "server", name, facts(device), ceilings, {}, ())
     with serving(asked.shape, asked.device, asked.pool_bytes) as port:
         deadline = time.monotonic() + asked.budget_s
         return record(report, run_cases(Kinds(Client(port), asked.repeats).all(), deadline), path)
-
-
-def _dtype(device: str) -> torch.dtype:
-    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def main(argv: Sequence[str] | None = None) -> None:
