@@ -6,8 +6,6 @@ nothing of prompts or lineage beyond the turns that are local to its connection.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, MutableMapping
@@ -19,36 +17,21 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mmserve.config import MIB
 from mmserve.errors import RequestError
-from mmserve.server.auth import chosen_subprotocol
-from mmserve.server.errors import (
-    InvalidJSONError,
-    RateLimitError,
-    ResponseNotActiveError,
-    error_object,
-    error_response,
-    internal_error,
-)
+from mmserve.server.errors import ResponseNotActiveError, error_object, internal_error
 from mmserve.server.event_log import Event, LogEvictedError
-from mmserve.server.fields import Fields, parse_body
+from mmserve.server.fields import Fields
 from mmserve.server.lanes import Lanes
 from mmserve.server.responder import Responder
 from mmserve.server.responses_request import parse_response_request
-from mmserve.server.services import Services, owner_of, services_of
+from mmserve.server.services import Services, owner_of
+from mmserve.server.sockets import SlowReaderError, SocketSession, run_admitted
 from mmserve.server.store import Turn
 from mmserve.server.wire import dumps
 
-SOCKETS_PER_OWNER = 64
 MAX_LANE_NAME = 256  # characters
-BAD_FRAMES = 10  # malformed ones in a row before the socket is closed
-SEND_TIMEOUT_S = 10.0  # a reader that takes nothing for so long is let go
-CLOSE_TIMEOUT_S = 1.0
 LOCAL_TURNS, LOCAL_BYTES = 256, 64 * MIB  # `store: false` turns a connection may continue
 
 log = logging.getLogger("mmserve.server")
-
-
-class SlowReaderError(Exception):
-    """The peer does not read what it asked for."""
 
 
 class LocalTurns(MutableMapping[str, Turn]):
@@ -84,18 +67,13 @@ class LocalTurns(MutableMapping[str, Turn]):
         return len(self._turns)
 
 
-class Session:
+class Session(SocketSession):
     """One socket: frames in, events out."""
 
     def __init__(self, socket: WebSocket, services: Services) -> None:
-        self._socket = socket
-        self._services = services
+        super().__init__(socket, services)
         self._local = LocalTurns()
         self._responder = Responder(services, owner_of(socket), self._local)
-        self._sending = asyncio.Lock()
-        self._close_code: int | None = None
-        self._closing = asyncio.Event()
-        self._bad_frames = 0
         config = services.config
         self._lanes: Lanes[tuple[str | None, dict[str, Any]]] = Lanes(
             self._create,
@@ -104,63 +82,17 @@ class Session:
             max_bytes=config.max_body_bytes,
         )
 
-    async def run(self) -> None:
-        """Until either side closes."""
-        receiver = asyncio.ensure_future(self._receive())
-        closing = asyncio.ensure_future(self._closing.wait())
-        try:
-            await asyncio.wait((receiver, closing), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            receiver.cancel()
-            closing.cancel()
-            await asyncio.gather(receiver, closing, return_exceptions=True)
-            await self._lanes.close()
-        if self._close_code is not None:
-            # A peer that does not read cannot be told; the protocol then drops the connection.
-            with contextlib.suppress(asyncio.TimeoutError, WebSocketDisconnect, RuntimeError):
-                await asyncio.wait_for(self._socket.close(self._close_code), CLOSE_TIMEOUT_S)
-
-    def _close(self, code: int) -> None:
-        if self._close_code is None:
-            self._close_code = code
-        self._closing.set()
+    async def leave(self) -> None:
+        await self._lanes.close()
 
     # In
 
-    async def _receive(self) -> None:
-        try:
-            while not self._closing.is_set():
-                message = await self._socket.receive()
-                if message["type"] == "websocket.disconnect":
-                    return
-                text = message.get("text")
-                if text is None:
-                    return self._close(1003)
-                await self._take(text)
-        except WebSocketDisconnect:
-            return
-        except Exception:
-            log.exception("a socket failed")
-            self._close(1011)
-
-    async def _take(self, text: str) -> None:
-        lane: str | None = None
-        try:
-            body = parse_body(text)
-            self._bad_frames = 0
-            fields = Fields(body)
-            lane = fields.text("stream_id")
-            if lane is not None and len(lane) > MAX_LANE_NAME:
-                lane = None
-                raise RequestError("'stream_id' is too long.", param="stream_id")
-            await self._dispatch(fields, lane, len(text))
-        except InvalidJSONError as error:
-            self._bad_frames += 1
-            await self._send_error(error, lane)
-            if self._bad_frames >= BAD_FRAMES:
-                self._close(1008)
-        except RequestError as error:
-            await self._send_error(error, lane)
+    async def take(self, body: dict[str, Any], size: int) -> None:
+        fields = Fields(body)
+        lane = fields.text("stream_id")
+        if lane is not None and len(lane) > MAX_LANE_NAME:
+            raise RequestError("'stream_id' is too long.", param="stream_id")
+        await self._dispatch(fields, lane, size)
 
     async def _dispatch(self, fields: Fields, lane: str | None, size: int) -> None:
         kind = fields.required("type")
@@ -198,36 +130,36 @@ class Session:
             },
             "steer": {name: value for name, value in steer.items() if value is not None},
         }
-        await self._send(event if lane is None else {"stream_id": lane, **event})
+        await self.send(event if lane is None else {"stream_id": lane, **event})
 
     # Out
 
     async def _create(self, work: tuple[str | None, dict[str, Any]]) -> None:
-        lane, body = work
+        await self.guarded(self._answer(*work))
+
+    async def _answer(self, lane: str | None, body: dict[str, Any]) -> None:
         try:
             await self._respond(lane, body)
         except RequestError as error:
-            await self._report(error, lane)
-        except SlowReaderError:
-            self._close(1013)
-        except (WebSocketDisconnect, RuntimeError):
-            self._closing.set()  # the socket is gone; the receiver learns it too
+            await self.send(self.error_event(error, {"stream_id": lane}))
+        except (SlowReaderError, WebSocketDisconnect, RuntimeError):
+            raise
         except Exception:
             log.exception("a response failed to start")
-            await self._report(internal_error(), lane)
+            await self.send(self.error_event(internal_error(), {"stream_id": lane}))
 
     async def _respond(self, lane: str | None, body: dict[str, Any]) -> None:
-        self._services.check_ready()
+        self.services.check_ready()
         body.pop("background", None)
-        request = parse_response_request(body, self._services.info)
-        grace_s = self._services.config.grace_s if request.store else 0.0
+        request = parse_response_request(body, self.services.info)
+        grace_s = self.services.config.grace_s if request.store else 0.0
         turn = await self._responder.start(request, grace_s=grace_s)
         assert turn.job is not None
         tail = turn.job.attach()
         try:
             async with aclosing(tail.events()) as events:
                 async for event in events:
-                    await self._send_text(with_lane(event, lane))
+                    await self.send_text(with_lane(event, lane))
         except LogEvictedError:
             raise SlowReaderError from None
         finally:
@@ -237,29 +169,12 @@ class Session:
             assert parent is not None
             del self._local[parent]
 
-    async def _report(self, error: RequestError, lane: str | None) -> None:
-        try:
-            await self._send_error(error, lane)
-        except SlowReaderError:
-            self._close(1013)
-        except (WebSocketDisconnect, RuntimeError):
-            self._closing.set()
-
-    async def _send_error(self, error: RequestError, lane: str | None) -> None:
+    def error_event(self, error: RequestError, body: dict[str, Any] | None) -> dict[str, Any]:
         event: dict[str, Any] = {"type": "error", "status": error.status}
-        if lane is not None:
+        lane = (body or {}).get("stream_id")
+        if isinstance(lane, str) and len(lane) <= MAX_LANE_NAME:
             event["stream_id"] = lane
-        await self._send({**event, "error": error_object(error)})
-
-    async def _send(self, event: dict[str, Any]) -> None:
-        await self._send_text(dumps(event))
-
-    async def _send_text(self, text: str) -> None:
-        try:
-            async with self._sending:
-                await asyncio.wait_for(self._socket.send_text(text), SEND_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            raise SlowReaderError from None
+        return {**event, "error": error_object(error)}
 
 
 def with_lane(event: Event, lane: str | None) -> str:
@@ -271,21 +186,7 @@ def with_lane(event: Event, lane: str | None) -> str:
 
 async def responses_socket(socket: WebSocket) -> None:
     """WebSocket /v1/responses."""
-    services, owner = services_of(socket), owner_of(socket)
-    if services.sockets.get(owner, 0) >= SOCKETS_PER_OWNER:
-        error = RateLimitError(f"A key may have {SOCKETS_PER_OWNER} open sockets.")
-        await socket.receive()
-        return await socket.send_denial_response(error_response(error))
-    services.sockets[owner] = services.sockets.get(owner, 0) + 1
-    services.metrics.sockets.inc()
-    try:
-        await socket.accept(subprotocol=chosen_subprotocol(socket.scope))
-        await Session(socket, services).run()
-    finally:
-        services.metrics.sockets.dec()
-        services.sockets[owner] -= 1
-        if not services.sockets[owner]:
-            del services.sockets[owner]
+    await run_admitted(socket, Session)
 
 
 ROUTES = [WebSocketRoute("/v1/responses", responses_socket)]

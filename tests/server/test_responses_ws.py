@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from mmserve.server import responses_ws
+from mmserve.server import sockets
 from tests.server.conftest import KEY, PATIENCE_S, Running, data_url, eventually, png
 from tests.server.proxy import CuttingProxy
 
@@ -335,7 +335,7 @@ def test_huge_frame_closes_1009(launch: Callable[..., Any]) -> None:
 
 
 def test_slow_reader_loses_no_text(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses_ws, "SEND_TIMEOUT_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(sockets, "SEND_TIMEOUT_S", 2 * PATIENCE_S)
     word, count = "x" * 2000 + " ", 1500  # more than the buffers between us hold
     server.engine.script = word * count
     with open_socket(server, max_queue=1, max_size=None) as ws:
@@ -351,7 +351,7 @@ def test_slow_reader_loses_no_text(server: Running, monkeypatch: pytest.MonkeyPa
 def test_reader_that_never_reads_is_closed_but_its_response_lives(
     launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(responses_ws, "SEND_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(sockets, "SEND_TIMEOUT_S", 0.3)
     running = launch(max_log_events=100_000)
     running.engine.script = ("x" * 20_000 + " ") * 400
     with open_socket(running, max_queue=1, close_timeout=0.5) as ws:
