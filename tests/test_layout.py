@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 60
 
 TYPES = {
     *("config", "errors", "request", "prompt", "tokenizer", "guarded", "hub_prompt"),
-    *("tools", "metrics", "energy", "regimes"),
+    *("tools", "metrics", "energy", "regimes", "session"),
 }
 # Page counts, no tensors.
 BOOKS = {
@@ -38,6 +38,7 @@ ALLOWED = {
     "regimes": set(),
     "request": set(),
     "sequence": {"regimes", "request"},
+    "session": set(),
     "tokenizer": set(),
     "metrics": set(),
     "energy": set(),
@@ -75,6 +76,7 @@ FORBIDDEN = {
     "regimes": {"*"},
     "request": {"*"},
     "sequence": {"*"},
+    "session": {"*"},
     "kvfile.header": {"*"},
     "whole_file": {"*"},
     **dict.fromkeys(("prompt", "tokenizer", "metrics", "scheduler", *BOOKS), {"torch", "numpy"}),
