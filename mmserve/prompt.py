@@ -26,12 +26,14 @@ class ImagePart:
     """An encoded image file, and the request field it came from (for error messages).
 
     `earlier`: sent with an earlier request of the conversation; it does not count against the
-    limit of images in one request.
+    limit of images in one request. `number`: what it is called in the conversation; None: one more
+    than the image before it.
     """
 
     data: bytes
     param: str | None = None
     earlier: bool = False
+    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,19 @@ def check_messages(messages: Sequence[Message], continue_final: bool) -> None:
         )
 
 
+def image_numbers(messages: Sequence[Message]) -> list[int]:
+    """What each image is called, in order: its own number, or one more than the one before."""
+    numbers: list[int] = []
+    for part in (part for message in messages for part in message.parts):
+        if isinstance(part, ImagePart):
+            numbers.append(part.number or (numbers[-1] if numbers else 0) + 1)
+    return numbers
+
+
 class ChatTemplate:
     """The ChatML form: `<|im_start|>role`, newline, content, `<|im_end|>`, newline.
 
-    An image is written `image_prefix` (with its number {k} in the conversation, from 1), its
+    An image is written `image_prefix` (with its number {k}, see `image_numbers`), its
     visual tokens, and `image_suffix`. The suffix separates: it ends a text that stands before an
     image, and precedes whatever follows one, in the same message; a message may end in an image.
     """
@@ -136,8 +147,7 @@ class ChatTemplate:
         role is unknown or there is nothing to continue.
         """
         check_messages(messages, continue_final)
-        count = sum(isinstance(part, ImagePart) for m in messages for part in m.parts)
-        assert count == len(images), f"{count} image parts, {len(images)} images"
+        numbered = list(zip(image_numbers(messages), images, strict=True))
 
         out = _PromptWriter(self._tokenizer)
         if ROLES[messages[0].role] != "system" and (tools or self._system is not None):
@@ -150,7 +160,7 @@ class ChatTemplate:
             before, after = HERMES.result() if tools and role == "tool" else ("", "")
             self._open(out, role)
             out.text(before)
-            done = self._content(out, message, images, done)
+            done = self._content(out, message, numbered, done)
             out.text(after)
             if described and i == 0:
                 out.text(f"\n\n{described}" if message.parts else described)
@@ -169,7 +179,11 @@ class ChatTemplate:
         out.text("\n")
 
     def _content(
-        self, out: _PromptWriter, message: Message, images: Sequence[ImageInput], done: int
+        self,
+        out: _PromptWriter,
+        message: Message,
+        images: Sequence[tuple[int, ImageInput]],
+        done: int,
     ) -> int:
         """Writes a message's parts; `done` images came before. Returns the new number of them."""
         before: Part | None = None
@@ -180,8 +194,9 @@ class ChatTemplate:
             if isinstance(part, TextPart):
                 out.text(part.text)
             elif isinstance(part, ImagePart):
-                out.text(self._image_prefix.format(k=done + 1))
-                out.image(images[done])
+                number, image = images[done]
+                out.text(self._image_prefix.format(k=number))
+                out.image(image)
                 done += 1
             else:
                 # An answer that ended its turn brings the end token; the template writes it too.

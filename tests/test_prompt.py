@@ -90,6 +90,15 @@ def test_images_are_counted_through_the_conversation(
     assert prompt.num_tokens == prompt.num_text_tokens + 64
 
 
+def test_an_image_that_has_a_number_keeps_it_and_later_ones_count_on(
+    tokenizer: Tokenizer, template: ChatTemplate
+) -> None:
+    third, ninth = ImagePart(b"png", number=3), ImagePart(b"png", number=9)
+    messages = [user(third, ninth, "a"), assistant("b"), user(PNG, "c")]
+    text = written(tokenizer, template.render(messages, [image(1), image(2), image(5)]))
+    assert "Image 3: [1]\nImage 9: [2]\na" in text and "Image 10: [5]\nc" in text
+
+
 def test_the_words_around_an_image_and_the_system_message_can_be_chosen(
     tokenizer: Tokenizer,
 ) -> None:
