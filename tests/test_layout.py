@@ -27,6 +27,7 @@ TYPES = {
 # Page counts, no tensors.
 BOOKS = {
     *("cache.page_pool", "cache.radix_cache", "cache.recency", "cache.vision_index"),
+    "cache.radix_node",
     *("cache.layer_group", "cache.pool_sizes"),
 }
 

@@ -7,50 +7,19 @@ they can be hashed and compared: a key identifies a text token and the images di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 from mmserve.cache.page_pool import PagePool
+from mmserve.cache.radix_node import (
+    HOLE,
+    InsertResult,
+    Keys,
+    MatchResult,
+    Needs,
+    RadixNode,
+    run_starts,
+)
 from mmserve.cache.recency import Recency
-
-HOLE = -1  # in a window's pages: given back, or not wanted
-
-Keys = Sequence[Hashable]
-# For a prefix of so many tokens, by group: the first of them that whoever goes on reads; None: one
-# cannot go on from there. A shorter prefix never needs later tokens.
-Needs = Callable[[int], Sequence[int] | None]
-
-
-class RadixNode:
-    """A run of whole pages below its parent. Outside this module it is a handle to lock."""
-
-    __slots__ = ("keys", "pages", "parent", "children", "locks", "last_used")
-
-    def __init__(
-        self, keys: list[Hashable], pages: list[list[int]], parent: RadixNode | None
-    ) -> None:
-        self.keys = keys
-        self.pages = pages  # by group, equally many
-        self.parent = parent
-        self.children: dict[tuple[Hashable, ...], RadixNode] = {}  # by the child's first page
-        self.locks = 0  # locks on this node or below it
-        self.last_used = 0  # ticks
-
-    @property
-    def num_pages(self) -> int:
-        return len(self.pages[0])
-
-
-class MatchResult(NamedTuple):
-    pages: list[list[int]]  # by group, HOLE where a window needs nothing
-    num_tokens: int
-    node: RadixNode  # the end of the match; the root when nothing matched
-
-
-class InsertResult(NamedTuple):
-    num_tokens: int  # tokens of the given keys that the tree now holds
-    num_new_pages: int  # pages of the given ones that the tree took, of all groups
-    node: RadixNode  # the end of what it holds
 
 
 class RadixCache:
@@ -79,6 +48,8 @@ class RadixCache:
         self._root = RadixNode([], [[] for _ in groups], None)
         self._stored = [0] * len(self._pools)
         self._tick = 0
+        # Told of a node before `evict` frees any page of it; changes nothing here.
+        self.on_evict: Callable[[RadixNode], None] = lambda _: None
 
     @property
     def num_pages(self) -> tuple[int, ...]:
@@ -123,6 +94,11 @@ class RadixCache:
             for group in self._windows:
                 unread = min(first[group] // self._page_size, usable)
                 pages[group][:unread] = [HOLE] * unread
+        return MatchResult(pages, len(pages[0]) * self._page_size, node)
+
+    def find(self, keys: Keys) -> MatchResult:
+        """The longest stored prefix of `keys` in whole pages, holes and all."""
+        node, pages = self._walk(keys, len(keys) // self._page_size)
         return MatchResult(pages, len(pages[0]) * self._page_size, node)
 
     def insert(self, keys: Keys, pages: Sequence[Sequence[int]]) -> InsertResult:
@@ -173,8 +149,8 @@ class RadixCache:
         while freed < n and (node := queue.pop()) is not None:
             if not node.locks and group in self._windows:
                 freed += self._thin(node, group, n - freed)
-            elif not node.locks:
-                count = min(self._loose_tail(node), n - freed)
+            elif not node.locks and (count := min(self._loose_tail(node), n - freed)):
+                self.on_evict(node)
                 self._drop_tail(node, count)
                 freed += count
             if node.parent is not None:
@@ -266,7 +242,7 @@ class RadixCache:
         border = num_pages * size
         heads = [part[:num_pages] for part in node.pages]
         upper = RadixNode(node.keys[:border], heads, node.parent)
-        upper.locks = node.locks
+        upper.locks, upper.copied = node.locks, node.copied
         upper.last_used = node.last_used
         node.parent.children[tuple(upper.keys[:size])] = upper
         node.keys, node.pages = node.keys[border:], [part[num_pages:] for part in node.pages]
@@ -280,7 +256,7 @@ class RadixCache:
     def _usable(self, pages: list[list[int]], needs: Needs) -> int:
         """Of a stored prefix, the most pages with which windows have what they need."""
         size, n = self._page_size, len(pages[0])
-        starts = {group: _run_starts(pages[group]) for group in self._windows}
+        starts = {group: run_starts(pages[group]) for group in self._windows}
         while n:
             first = needs(n * size)
             # A shorter prefix needs no later page, so one that ends in the same run lacks it, too.
@@ -350,6 +326,8 @@ class RadixCache:
     def _thin(self, node: RadixNode, group: int, n: int) -> int:
         """Frees up to `n` of a node's pages of a window, the first ones first."""
         places = self._loose(node, group)[:n]
+        if places:
+            self.on_evict(node)
         self._release(group, [node.pages[group][i] for i in places])
         for i in places:
             node.pages[group][i] = HOLE
@@ -390,11 +368,3 @@ class RadixCache:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
-
-
-def _run_starts(pages: list[int]) -> list[int]:
-    """For each n: where the unbroken run of pages begins that ends before page n."""
-    starts = [0]
-    for n, page in enumerate(pages, 1):
-        starts.append(n if page == HOLE else starts[-1])
-    return starts

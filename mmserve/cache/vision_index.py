@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,6 +67,8 @@ class VisionIndex:
         self._idle_pages = 0
         self._referenced_pages = 0
         self.stats = VisionStats()
+        # Told of an idle image before it gives way to another; changes nothing here.
+        self.on_evict: Callable[[bytes], None] = lambda _: None
 
     @property
     def num_pages(self) -> int:
@@ -136,6 +138,7 @@ class VisionIndex:
             raise PagePoolExhausted(needed, self.num_available, self.num_pages)
         while self.num_free < needed:
             victim = next(iter(self._idle))
+            self.on_evict(victim)
             self._set_idle(victim, False)
             self._forget(victim)
             self.stats.evictions += 1

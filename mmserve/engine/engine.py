@@ -20,6 +20,7 @@ from typing import NamedTuple
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
 from mmserve.engine.border import Border, build_border
+from mmserve.engine.figures import Figures, describe
 from mmserve.engine.grammar import Grammars, Matcher
 from mmserve.engine.kv_transfer import KVTransfer, Placed, identity_of
 from mmserve.engine.live import Live
@@ -37,7 +38,6 @@ from mmserve.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-OBSERVE_EVERY_S = 0.25  # counting evictable pages walks the whole prefix tree
 # Images ride along in steps of so many rows at most: up to there a step reads weights for most of
 # its time, beyond it computes, and the two would only take turns.
 MOST_RIDDEN_ROWS = 256
@@ -68,6 +68,7 @@ class Engine:
         self.energy = board_meter(loaded, self.metrics)
         self.runner = build_runner(loaded, config)
         self.scheduler = build_scheduler(config, self.runner, loaded.max_model_len)
+        self._figures = Figures(self.metrics, self.scheduler)
         border = border or build_border(loaded, config.images, dtype=self.runner.dtype)
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
         self._last_keys: dict[bytes, bytes] = {}  # by digest, of images computed in their context
@@ -79,11 +80,9 @@ class Engine:
         # One flight is in the air between two steps. May be set at any time, to compare.
         self.overlaps = self.runner.overlaps
         self._flight: Flight | None = None
-        self._landed_at = 0.0
         self._sampler = Sampler()
         self._live: dict[str, Live] = {}
         self._outbox: list[Event] = []
-        self._observed_at = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -133,9 +132,7 @@ class Engine:
         self._flight = flight
         if not self.overlaps:
             self._land()
-        if not self._live or started - self._observed_at > OBSERVE_EVERY_S:
-            self._observed_at = started
-            self._observe()
+        self._figures.observe(started, idle=not self._live)
         events, self._outbox = self._outbox, []
         return events
 
@@ -287,13 +284,13 @@ class Engine:
         # Whoever has ended meanwhile gets no more tokens.
         landed = [(i, t) for i, t in zip(flight.live, tokens, strict=True) if not i.seq.finished]
         for live, token in landed:
-            self._observe_token(live, now)
+            self._figures.observe_token(live, now)
             event = live.push(token, now)
             self._outbox.append((live.request.id, event))
             if event.finish_reason is not None:
                 self._retire(live)
         self.metrics.generation_tokens.inc(len(landed))
-        self._count(flight)
+        self._figures.count(flight.batch, flight.started)
 
     def _finish(self, live: Live, reason: FinishReason, error: str | None = None) -> None:
         self._outbox.append((live.request.id, live.end(reason, error)))
@@ -302,73 +299,13 @@ class Engine:
     def _retire(self, live: Live) -> None:
         self.scheduler.finish(live.seq)
         del self._live[live.request.id]
-        elapsed = time.monotonic() - live.request.arrival
-        self.metrics.e2e_request_latency_seconds.observe(elapsed)
+        self._figures.observe_end(live)
         if self.energy.enabled:
             self.metrics.request_energy_joules.observe(self.energy.close(live.request.id))
 
-    # -- figures --------------------------------------------------------------------------------
-
-    def _observe_token(self, live: Live, now: float) -> None:
-        before = live.clock.last_token
-        if before is None:
-            elapsed = now - live.request.arrival
-            self.metrics.time_to_first_token_seconds.observe(elapsed)
-        else:
-            self.metrics.inter_token_latency_seconds.observe(now - before)
-
-    def _count(self, flight: Flight) -> None:
-        """Share a step's time out by tokens: new tokens to decoding, the rest to prefill.
-
-        A step that was launched while another was in the air is charged from that one's landing,
-        so the sum is the time in which anything was in the air.
-        """
-        now = time.monotonic()
-        seconds = now - max(flight.started, self._landed_at)
-        self._landed_at = now
-        batch = flight.batch
-        decoding = sum(c.num_rows == 1 for c in batch.chunks)
-        share = decoding / batch.num_tokens if decoding and not batch.images else 0.0
-        self.metrics.decode_seconds.inc(seconds * share)
-        self.metrics.prefill_seconds.inc(seconds * (1 - share))
-
-    def _observe(self) -> None:
-        scheduler, metrics = self.scheduler, self.metrics
-        metrics.num_requests_running.set(len(scheduler.running))
-        metrics.num_requests_waiting.set(scheduler.num_waiting)
-        new = scheduler.take_counts()
-        metrics.num_preemptions.inc(new.preemptions)
-        metrics.prefix_cache_queries.inc(new.prefix_queries)
-        metrics.prefix_cache_hits.inc(new.prefix_hits)
-        metrics.mm_cache_queries.inc(new.image_queries)
-        metrics.mm_cache_hits.inc(new.image_hits)
-        self._observe_pages()
-
-    def _observe_pages(self) -> None:
-        """By kind of pool, all layer groups' together."""
-        holdings = self.scheduler.holdings
-        groups = range(len(holdings.groups))
-        total = sum(holdings.text[g].num_pages for g in groups)
-        free = sum(holdings.text[g].num_free for g in groups)
-        cached = sum(holdings.cached_pages(g) for g in groups)
-        self.metrics.set_pages("text", active=total - free - cached, cached=cached, free=free)
-        held = sum(index.num_referenced for index in holdings.vision)
-        idle = sum(index.num_used for index in holdings.vision) - held
-        free = sum(index.num_free for index in holdings.vision)
-        self.metrics.set_pages("vision", active=held, cached=idle, free=free)
-
     def describe(self) -> str:
         """One line for the log of a step loop that stands still."""
-        scheduler = self.scheduler
-        free = [
-            f"{pool.num_free} of {pool.num_pages} {kind}"
-            for kind, pools in (("text", scheduler.text), ("vision", scheduler.vision))
-            for pool in pools
-        ]
-        return (
-            f"{len(scheduler.running)} running, {scheduler.num_waiting} waiting, "
-            f"{' and '.join(free)} pages free"
-        )
+        return describe(self.scheduler)
 
 
 def build_scheduler(config: EngineConfig, runner: ModelRunner, max_model_len: int) -> Scheduler:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from mmserve.cache.kv_pool import KVPool, TextKVPool, VisionKVPool
-from mmserve.cache.radix_cache import HOLE, RadixCache, RadixNode
+from mmserve.cache.radix_cache import RadixCache
+from mmserve.cache.radix_node import HOLE, RadixNode
 from mmserve.cache.vision_index import VisionEntry
 from mmserve.engine.border import Pipeline
 from mmserve.engine.model_runner import ModelRunner

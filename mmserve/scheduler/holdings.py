@@ -22,7 +22,8 @@ from collections.abc import Iterable, Sequence
 
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.cache.page_pool import PagePool
-from mmserve.cache.radix_cache import HOLE, RadixCache
+from mmserve.cache.radix_cache import RadixCache
+from mmserve.cache.radix_node import HOLE
 from mmserve.cache.vision_index import EntryState, VisionIndex
 from mmserve.sequence import PlacedImage
 from mmserve.sequence import Sequence as Seq

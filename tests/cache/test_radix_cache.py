@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mmserve.cache.page_pool import PagePool
-from mmserve.cache.radix_cache import RadixCache, RadixNode
+from mmserve.cache.radix_cache import RadixCache
+from mmserve.cache.radix_node import RadixNode
 
 SIZE = 2
 NUM_PAGES = 24

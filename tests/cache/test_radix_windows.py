@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mmserve.cache.page_pool import PagePool
-from mmserve.cache.radix_cache import HOLE, Needs, RadixCache, RadixNode
+from mmserve.cache.radix_cache import RadixCache
+from mmserve.cache.radix_node import HOLE, Needs, RadixNode
 from mmserve.cache.recency import Recency
 
 SIZE = 2

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
-from mmserve.cache.radix_cache import HOLE, RadixCache
+from mmserve.cache.radix_cache import RadixCache
+from mmserve.cache.radix_node import HOLE
 from mmserve.engine import kv_transfer
 from mmserve.engine.engine import Engine
 from mmserve.engine.kv_transfer import KVTransfer, Part, Placed

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmserve.engine import engine as engine_module
+from mmserve.engine import figures
 from mmserve.engine.grammar import Grammars
 from mmserve.engine.model_runner import Logits
 from mmserve.engine.transfer import resolve_pending
@@ -343,7 +344,8 @@ def test_the_time_of_a_busy_engine_is_all_charged_once(
 
     d = driver(overlaps, max_num_batched_tokens=16)
     request = d.submit((words(1, 40),))
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=tick))
+    for module in (engine_module, figures):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=tick))
     steps = 0
     while d.engine.has_work:
         d.step()

@@ -1,0 +1,92 @@
+"""What a running engine shows of itself: which figures are taken, and when.
+
+Owns the way from scheduler, steps and requests to `Metrics`. Changes nothing of what it looks at;
+knows nothing of how figures are shown.
+"""
+
+from __future__ import annotations
+
+import time
+
+from mmserve.engine.live import Live
+from mmserve.metrics import Metrics
+from mmserve.scheduler.batch import Batch
+from mmserve.scheduler.scheduler import Scheduler
+
+OBSERVE_EVERY_S = 0.25  # counting evictable pages walks the whole prefix tree
+
+
+class Figures:
+    def __init__(self, metrics: Metrics, scheduler: Scheduler) -> None:
+        self._metrics, self._scheduler = metrics, scheduler
+        self._landed_at = 0.0
+        self._observed_at = 0.0
+
+    def observe_token(self, live: Live, now: float) -> None:
+        """A token has landed, and the request's clock does not know it yet."""
+        before = live.clock.last_token
+        if before is None:
+            elapsed = now - live.request.arrival
+            self._metrics.time_to_first_token_seconds.observe(elapsed)
+        else:
+            self._metrics.inter_token_latency_seconds.observe(now - before)
+
+    def observe_end(self, live: Live) -> None:
+        elapsed = time.monotonic() - live.request.arrival
+        self._metrics.e2e_request_latency_seconds.observe(elapsed)
+
+    def count(self, batch: Batch, started: float) -> None:
+        """Share a landed step's time out by tokens: new tokens to decoding, the rest to prefill.
+
+        A step that was launched while another was in the air is charged from that one's landing,
+        so the sum is the time in which anything was in the air.
+        """
+        now = time.monotonic()
+        seconds = now - max(started, self._landed_at)
+        self._landed_at = now
+        decoding = sum(c.num_rows == 1 for c in batch.chunks)
+        share = decoding / batch.num_tokens if decoding and not batch.images else 0.0
+        self._metrics.decode_seconds.inc(seconds * share)
+        self._metrics.prefill_seconds.inc(seconds * (1 - share))
+
+    def observe(self, now: float, *, idle: bool) -> None:
+        """The state of queues and pools, every now and then; always of an `idle` engine."""
+        if not idle and now - self._observed_at <= OBSERVE_EVERY_S:
+            return
+        self._observed_at = now
+        scheduler, metrics = self._scheduler, self._metrics
+        metrics.num_requests_running.set(len(scheduler.running))
+        metrics.num_requests_waiting.set(scheduler.num_waiting)
+        new = scheduler.take_counts()
+        metrics.num_preemptions.inc(new.preemptions)
+        metrics.prefix_cache_queries.inc(new.prefix_queries)
+        metrics.prefix_cache_hits.inc(new.prefix_hits)
+        metrics.mm_cache_queries.inc(new.image_queries)
+        metrics.mm_cache_hits.inc(new.image_hits)
+        self._observe_pages()
+
+    def _observe_pages(self) -> None:
+        """By kind of pool, all layer groups' together."""
+        holdings = self._scheduler.holdings
+        groups = range(len(holdings.groups))
+        total = sum(holdings.text[g].num_pages for g in groups)
+        free = sum(holdings.text[g].num_free for g in groups)
+        cached = sum(holdings.cached_pages(g) for g in groups)
+        self._metrics.set_pages("text", active=total - free - cached, cached=cached, free=free)
+        held = sum(index.num_referenced for index in holdings.vision)
+        idle = sum(index.num_used for index in holdings.vision) - held
+        free = sum(index.num_free for index in holdings.vision)
+        self._metrics.set_pages("vision", active=held, cached=idle, free=free)
+
+
+def describe(scheduler: Scheduler) -> str:
+    """One line for the log of a step loop that stands still."""
+    free = [
+        f"{pool.num_free} of {pool.num_pages} {kind}"
+        for kind, pools in (("text", scheduler.text), ("vision", scheduler.vision))
+        for pool in pools
+    ]
+    return (
+        f"{len(scheduler.running)} running, {scheduler.num_waiting} waiting, "
+        f"{' and '.join(free)} pages free"
+    )
