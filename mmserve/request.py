@@ -105,10 +105,28 @@ class TextSegment:
 
 @dataclass(frozen=True)
 class ImageSegment:
+    """`marked`: forgotten; what saw it stays as far as it is cached, and nothing new sees it."""
+
     image: ImageInput
+    marked: bool = False
 
 
 Segment = TextSegment | ImageSegment
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """How a request goes on when it outgrows `window` text tokens, prompt and output: the oldest
+    behind the first `sinks` tokens are dropped, so that the `keep` newest stay.
+
+    `images`: which images of dropped text stay readable: all (None), those among the sequence's
+    last so many, or those with these digests. Where the text around an image stays, it stays, too.
+    """
+
+    window: int
+    sinks: int
+    keep: int
+    images: frozenset[bytes] | int | None = None
 
 
 class FinishReason(enum.Enum):
@@ -137,6 +155,8 @@ class Usage:
     completion_tokens: int = 0
     vision_hits: int = 0  # images
     vision_misses: int = 0  # images
+    dropped_tokens: int = 0  # text tokens, prompt and output, that a streaming request left behind
+    dropped_images: int = 0  # places of images, likewise
     vision_mode: str | None = None  # named where it makes the answer approximate
 
 
@@ -173,7 +193,10 @@ class Request:
     params: SamplingParams
     prefill_only: bool = False
     arrival: float = field(default_factory=time.monotonic)
+    streaming: Streaming | None = None  # None: it ends where the context does
 
     @property
     def images(self) -> list[ImageInput]:
-        return [s.image for s in self.segments if isinstance(s, ImageSegment)]
+        """Those that are shown."""
+        segments = (s for s in self.segments if isinstance(s, ImageSegment))
+        return [s.image for s in segments if not s.marked]

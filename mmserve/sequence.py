@@ -18,7 +18,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from mmserve.regimes import ONE, Course, Regimes
-from mmserve.request import ImageInput, ImageSegment, Request, Segment
+from mmserve.request import ImageInput, ImageSegment, Request, Segment, TextSegment
+from mmserve.streaming import cut
 
 
 def _digest(segments: tuple[Segment, ...]) -> bytes:
@@ -93,6 +94,9 @@ class Sequence:
     for those that a window has passed (-1); `keys[i]` identifies text token i *and* the images
     directly before it, so equal key prefixes mean equal KV at equal positions; a pending token has
     no key.
+
+    When a streaming sequence is cut, what stays of it is its prompt from then on, laid out from
+    position 0. Nothing remembers the earlier layout but the counts of what was said and dropped.
     """
 
     def __init__(
@@ -108,7 +112,8 @@ class Sequence:
         only so many of each one's first tokens do, and the rest is as it is by itself.
         `whole_prompt`: all of the prompt sees all of it, so all of it is known by all of it."""
         self.request = request
-        self.course = Course(regimes, _positions(request.segments))
+        self.segments = request.segments  # the prompt's; since a cut, all that stayed
+        self.regimes = regimes
         self.in_context = in_context
         self.head = head
         self.whole_prompt = whole_prompt
@@ -122,23 +127,33 @@ class Sequence:
         self.num_cached_tokens = 0  # text tokens found in the prefix cache at first admission
         self.missing_images: frozenset[bytes] = frozenset()  # keys not found then
         self.images_ready = False  # all images' KV is written, and they are held
-        # Images that the first generated token, which is always text, is the first to look at.
-        self._before_next = self._place(request)
-        self.num_prompt_tokens = len(self.token_ids)
-        self.num_image_tokens = sum(p.image.num_tokens for p in self.images)
-        self._image_width = sum(p.image.width for p in self.images)
+        self.num_dropped_tokens = self.num_dropped_images = 0
+        self._num_said = 0  # output tokens before the last cut
+        self.course = Course(regimes, _positions(self.segments))
+        self._lay_out()
         asked = request.params.max_tokens
         # Text tokens, prompt and output, that it may come to.
         self.token_limit = sys.maxsize if asked is None else self.num_prompt_tokens + asked
+        self.window: int | None = None  # text tokens at which it is cut
 
-    def _place(self, request: Request) -> list[bytes]:
+    def _lay_out(self) -> None:
+        """The prompt alone."""
+        self.images, self.keys = [], []
+        self.token_ids.clear()  # others hold the list itself
+        # Images that the first generated token, which is always text, is the first to look at.
+        self._before_next = self._place(self.segments)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_image_tokens = sum(p.image.num_tokens for p in self.images)
+        self._image_width = sum(p.image.width for p in self.images)
+
+    def _place(self, segments: tuple[Segment, ...]) -> list[bytes]:
         """Lay the segments out; the digests of trailing images."""
         position = visual = hashed = 0
-        salt = _digest(request.segments) if self.whole_prompt else b""
+        salt = _digest(segments) if self.whole_prompt else b""
         salt += self.course.salt(0)
         before = [salt] if salt else []
         context = hashlib.sha256(salt)
-        for segment in request.segments:
+        for segment in segments:
             if isinstance(segment, ImageSegment):
                 image, index = segment.image, len(self.token_ids)
                 run = array("q", self.token_ids[hashed:])
@@ -185,10 +200,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         """Output tokens whose values are known."""
-        return len(self.token_ids) - self.num_prompt_tokens - self.num_pending
+        return self._num_said + len(self.token_ids) - self.num_prompt_tokens - self.num_pending
 
     @property
     def output_token_ids(self) -> list[int]:
+        """Since the last cut."""
         return self.token_ids[self.num_prompt_tokens : len(self.token_ids) - self.num_pending]
 
     @property
@@ -219,8 +235,15 @@ class Sequence:
 
     @property
     def last_is_pending(self) -> bool:
-        """The last token it may have is on its way; nothing is left to compute."""
-        return self.num_pending > 0 and len(self.token_ids) >= self.token_limit
+        """The last token it may have, or has room for, is on its way; nothing is left to compute
+        before it has landed."""
+        limit = self.token_limit if self.window is None else min(self.token_limit, self.window + 1)
+        return self.num_pending > 0 and len(self.token_ids) >= limit
+
+    @property
+    def outgrown(self) -> bool:
+        """It is time for a cut: there are more known tokens than its window holds."""
+        return self.window is not None and len(self.token_ids) - self.num_pending > self.window
 
     def position(self, text_index: int) -> int:
         """The rotary position of a text token."""
@@ -240,14 +263,41 @@ class Sequence:
         """All is to be computed again, in another regime; nothing is held."""
         made, self.course.regime = self.token_ids[self.num_prompt_tokens :], regime
         missing = [placed.key in self.missing_images for placed in self.images]
-        self.images, self.keys = [], []
-        self.token_ids.clear()  # others hold the list itself
-        self._before_next = self._place(self.request)
+        self._lay_out()
         self.token_ids += made
         places = zip(self.images, missing, strict=True)
         self.missing_images = frozenset(placed.key for placed, new in places if new)
         for token in self.output_token_ids:
             self._append_key(token)
+
+    def bound(self, room: int) -> None:
+        """The context and the pools have room for so many text tokens: a streaming sequence is cut
+        there at the latest, if that leaves it anything behind its sinks; another ends."""
+        streaming = self.request.streaming
+        if streaming is None or room < streaming.sinks + 3:
+            self.token_limit = min(self.token_limit, room)
+        else:
+            self.window = min(streaming.window, room - 1)
+
+    def cut(self) -> int:
+        """Drop the oldest text. All is to be computed again; nothing is held, nothing is pending.
+
+        The number of tokens dropped.
+        """
+        streaming, window = self.request.streaming, self.window
+        assert streaming is not None and window is not None and not self.num_pending
+        fits = streaming.sinks + streaming.keep < window
+        keep = streaming.keep if fits else (window - streaming.sinks) // 2
+        made = TextSegment(tuple(self.output_token_ids))
+        rest = cut((*self.segments, made), streaming, keep)
+        self._num_said = self.num_output_tokens
+        self.num_dropped_tokens += rest.dropped_tokens
+        self.num_dropped_images += rest.dropped_images
+        self.token_limit -= rest.dropped_tokens
+        self.segments = rest.segments
+        self.course = Course(self.regimes, _positions(self.segments))
+        self._lay_out()
+        return rest.dropped_tokens
 
     def split(self, count: int) -> tuple[int, int]:
         """How many text and how many visual tokens are among the sequence's first `count`."""

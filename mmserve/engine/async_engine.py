@@ -24,7 +24,7 @@ from mmserve.config import EngineConfig, ImageLimits
 from mmserve.engine.border import GREEDY, build_border
 from mmserve.engine.engine import Engine, Event
 from mmserve.engine.model_runner import resolve_dtype
-from mmserve.engine.sampler import validate
+from mmserve.engine.sampling_limits import validate
 from mmserve.errors import (
     ContextLengthExceededError,
     ModelLoadingError,
@@ -43,6 +43,7 @@ from mmserve.request import (
     ImageInput,
     Request,
     SamplingParams,
+    Streaming,
     Timings,
     TokenEvent,
     Usage,
@@ -237,8 +238,10 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         prefill_only: bool = False,
+        streaming: Streaming | None = None,
     ) -> Generation:
-        """Queue a generation. Raises ContextLengthExceededError, QueueFullError,
+        """Queue a generation; `streaming`: how it goes on where it would outgrow the context or
+        its own window. Raises ContextLengthExceededError, QueueFullError,
         EngineUnavailableError or, for parameters out of range, RequestError. A constraint that
         `prepare` has not seen is compiled here, while the event loop waits."""
         engine = self.engine
@@ -252,7 +255,7 @@ class AsyncEngine:
                 f"{limits.max_num_seqs + limits.max_waiting}."
             )
         validate(params, engine.vocab_size)
-        request = Request(request_id, prompt.segments, params, prefill_only)
+        request = Request(request_id, prompt.segments, params, prefill_only, streaming=streaming)
         engine.scheduler.check_admissible(request, prompt.num_text_tokens, prompt.num_image_tokens)
         assert request_id not in self._generations, "request ids are unique"
         generation = Generation(request_id, self._abort)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mmserve.config import ImageLimits
 from mmserve.engine.hub_images import NoImagePipeline, ProcessorPipeline
-from mmserve.engine.sampler import validate
+from mmserve.engine.sampling_limits import validate
 from mmserve.engine.vision_pipeline import VisionPipeline
 from mmserve.errors import RequestError
 from mmserve.hub_prompt import HubTemplate

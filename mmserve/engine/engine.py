@@ -104,8 +104,10 @@ class Engine:
             whole_prompt=scheduler.whole_prompts,
             regimes=self.runner.regimes,
         )
-        room = min(self.max_model_len - seq.length, self.scheduler.text_capacity - seq.num_tokens)
-        seq.token_limit = min(seq.token_limit, seq.num_tokens + room)
+        images = seq.length - seq.num_tokens
+        seq.bound(min(self.max_model_len - images, self.scheduler.text_capacity))
+        if seq.outgrown:
+            seq.cut()
         for image in request.images:
             self.runner.touch(image.digest)
         if not self._live:
@@ -289,6 +291,9 @@ class Engine:
             self._outbox.append((live.request.id, event))
             if event.finish_reason is not None:
                 self._retire(live)
+            elif live.seq.outgrown:
+                live.keep_counts()
+                live.sampling.forget(self.scheduler.cut(live.seq))
         self.metrics.generation_tokens.inc(len(landed))
         self._figures.count(flight.batch, flight.started)
 

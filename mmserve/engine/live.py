@@ -7,7 +7,7 @@ nothing of pages, tensors or queues.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mmserve.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from mmserve.engine.grammar import Matcher
@@ -58,6 +58,7 @@ class Live:
         params, prompt = self.request.params, seq.num_prompt_tokens
         self.sampling = SamplingState(params, seq.token_ids, prompt, self.matcher)
         self.clock = Clock(self.request.arrival)
+        self._asked: Usage | None = None  # the prompt's counts, once it has been cut
         self._detokenizer = IncrementalDetokenizer(self.tokenizer)
         self._stop = StopChecker(params.stop)
         self._ends = frozenset(params.stop_token_ids)
@@ -109,7 +110,21 @@ class Live:
             text=rest, finish_reason=reason, usage=self.usage(), timings=timings, error=error
         )
 
+    def keep_counts(self) -> None:
+        """Of the prompt, as it is: it is about to be cut."""
+        self._asked = self._asked or self._count()
+
     def usage(self) -> Usage:
+        seq = self.seq
+        return replace(
+            self._asked or self._count(),
+            completion_tokens=seq.num_output_tokens,
+            dropped_tokens=seq.num_dropped_tokens,
+            dropped_images=seq.num_dropped_images,
+        )
+
+    def _count(self) -> Usage:
+        """What is known of the prompt."""
         seq = self.seq
         computed = {p.key: p.image.num_tokens for p in seq.images if p.key in seq.missing_images}
         cached_images = seq.num_image_tokens - sum(computed.values())
@@ -119,7 +134,6 @@ class Live:
             image_tokens=seq.num_image_tokens,
             cached_tokens=seq.num_cached_tokens + cached_images,
             cached_image_tokens=cached_images,
-            completion_tokens=seq.num_output_tokens,
             vision_hits=sum(found),
             vision_misses=len(found) - sum(found),
             vision_mode=None if seq.head is None else "blend",

@@ -28,16 +28,11 @@ from torch import Tensor
 from mmserve.engine.grammar import Matcher
 from mmserve.engine.masks import mask
 from mmserve.engine.transfer import download, resolve_pending, send, upload
-from mmserve.errors import RequestError
 from mmserve.kernels.chain import has_kernels
 from mmserve.request import SamplingParams
 
 if TYPE_CHECKING:
     from mmserve.engine.choice import Choice
-
-MAX_STOP_STRINGS = 4
-MAX_STOP_LENGTH = 1024  # characters; looking for one costs its length at every token
-MAX_LOGPROBS = 20
 
 # Below it, logits divided by the temperature overflow float32; the best token has all the mass.
 GREEDY_TEMPERATURE = 1e-5
@@ -58,7 +53,7 @@ class SamplingState:
 
     `token_ids` is the sequence's own growing list, prompt first, in which a pending token stands as
     -(row + 1); it is read, never changed. The counts behind the penalties follow it by the tokens
-    that were added since the last step.
+    that were added since the last step, and do not follow it when it loses some (`forget`).
     """
 
     def __init__(
@@ -80,6 +75,12 @@ class SamplingState:
         self.generator: torch.Generator | None = None  # on the CPU, so that devices agree
         if params.seed is not None:
             self.generator = torch.Generator().manual_seed(params.seed)
+
+    def forget(self, count: int) -> None:
+        """So many tokens, all of them counted, are gone from `token_ids`; they stay counted, and
+        whatever is not counted yet is output."""
+        self._num_counted -= count
+        self._num_prompt_tokens = 0
 
     @property
     def greedy(self) -> bool:
@@ -340,61 +341,3 @@ def _penalise(row: Tensor, state: SamplingState, previous: Tensor | None) -> Ten
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """Per-row numbers as [R, 1], of the dtype and device of `like`."""
     return upload(values, like.dtype, like.device).unsqueeze(-1)
-
-
-def validate(params: SamplingParams, vocab_size: int) -> None:
-    """Raises `RequestError`, naming the field and its limits, for a value out of range."""
-    p = params
-    # Written so that NaN, which compares false, is refused too.
-    limits = [
-        ("temperature", 0 <= p.temperature <= 2, p.temperature, "between 0 and 2"),
-        ("top_p", 0 < p.top_p <= 1, p.top_p, "above 0 and at most 1"),
-        ("top_k", p.top_k >= 0, p.top_k, "0 (off) or more"),
-        ("min_p", 0 <= p.min_p <= 1, p.min_p, "between 0 and 1"),
-        ("presence_penalty", -2 <= p.presence_penalty <= 2, p.presence_penalty, "-2 to 2"),
-        ("frequency_penalty", -2 <= p.frequency_penalty <= 2, p.frequency_penalty, "-2 to 2"),
-        (
-            "repetition_penalty",
-            0 < p.repetition_penalty <= 10,
-            p.repetition_penalty,
-            "above 0 and at most 10",
-        ),
-        ("max_tokens", p.max_tokens is None or p.max_tokens >= 1, p.max_tokens, "1 or more"),
-        (
-            "logprobs",
-            p.logprobs is None or 0 <= p.logprobs <= MAX_LOGPROBS,
-            p.logprobs,
-            f"between 0 and {MAX_LOGPROBS}",
-        ),
-        ("seed", p.seed is None or -(2**63) <= p.seed < 2**63, p.seed, "a 64-bit integer"),
-    ]
-    for name, good, value, limit in limits:
-        if not good:
-            raise RequestError(f"{name} is {value}; it must be {limit}", param=name)
-    _validate_stop(p)
-    for token in p.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"stop_token_ids has {token}; ids are 0 to {vocab_size - 1}", param="stop_token_ids"
-            )
-    for token, bias in p.logit_bias.items():
-        if not 0 <= token < vocab_size or not -100 <= bias <= 100:
-            raise RequestError(
-                f"logit_bias has {token}: {bias}; ids are 0 to {vocab_size - 1}, values -100 to "
-                "100",
-                param="logit_bias",
-            )
-
-
-def _validate_stop(params: SamplingParams) -> None:
-    if len(params.stop) > MAX_STOP_STRINGS:
-        raise RequestError(
-            f"stop has {len(params.stop)} strings; at most {MAX_STOP_STRINGS} are allowed",
-            param="stop",
-        )
-    for stop in params.stop:
-        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
-            raise RequestError(
-                f"stop has a string of {len(stop)} characters; 1 to {MAX_STOP_LENGTH} are allowed",
-                param="stop",
-            )

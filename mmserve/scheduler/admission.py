@@ -1,13 +1,16 @@
 """The proof that a request can ever run: its tokens against the context and every pool.
 
-Owns the refusals and their words. Knows nothing of queues, or of who runs now.
+Owns the refusals and their words, also for ways of streaming that cannot be. Knows nothing of
+queues, or of who runs now.
 """
 
 from __future__ import annotations
 
-from mmserve.errors import ContextLengthExceededError
+from mmserve.errors import ContextLengthExceededError, RequestError
 from mmserve.request import Request
 from mmserve.scheduler.holdings import Holdings
+
+STREAMING = "session_policy"  # the field that a client asks for it by
 
 
 def check_context(request: Request, num_prompt: int, num_image: int, max_model_len: int) -> None:
@@ -48,6 +51,35 @@ def check_images(
                 f"The {len(images)} images need {pages} vision pages; the vision KV pool"
                 f"{_of_group(holdings, group)} has {holdings.vision[group].num_pages}."
             )
+
+
+def check_streaming(request: Request, *, whole_prompts: bool) -> None:
+    """Raises RequestError."""
+    streaming = request.streaming
+    if streaming is None:
+        return
+    if whole_prompts:
+        raise RequestError(
+            "All of this model's prompt sees all of it, so a conversation cannot outgrow it.",
+            param=STREAMING,
+        )
+    window, sinks, keep, images = (
+        streaming.window,
+        streaming.sinks,
+        streaming.keep,
+        streaming.images,
+    )
+    if sinks < 0 or keep < 1:
+        raise RequestError(
+            f"{sinks} sinks and {keep} kept tokens; at least 0 and 1 are needed", param=STREAMING
+        )
+    if sinks + keep >= window:
+        raise RequestError(
+            f"{sinks} sinks and {keep} kept tokens leave no room in a window of {window}",
+            param=STREAMING,
+        )
+    if isinstance(images, int) and images < 0:
+        raise RequestError(f"{images} images cannot be kept; 0 or more can", param=STREAMING)
 
 
 def _of_group(holdings: Holdings, number: int) -> str:

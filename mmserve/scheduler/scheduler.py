@@ -31,7 +31,12 @@ from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.vision_index import VisionIndex
 from mmserve.config import SchedulerConfig
 from mmserve.request import Request
-from mmserve.scheduler.admission import check_context, check_images, check_text
+from mmserve.scheduler.admission import (
+    check_context,
+    check_images,
+    check_streaming,
+    check_text,
+)
 from mmserve.scheduler.batch import Batch, Chunk, ContextImage, ImageJob
 from mmserve.scheduler.holdings import Holdings
 from mmserve.sequence import PlacedImage, Sequence, SequenceStatus
@@ -103,8 +108,10 @@ class Scheduler:
     def check_admissible(self, request: Request, num_prompt: int, num_image: int) -> None:
         """Refuse at once what can never run. Counts are text and image tokens of the prompt.
 
-        Raises ContextLengthExceededError (context, or a text or vision pool).
+        Raises ContextLengthExceededError (context, or a text or vision pool), or RequestError for
+        a way of streaming that cannot be.
         """
+        check_streaming(request, whole_prompts=self.whole_prompts)
         check_context(request, num_prompt, num_image, self.max_model_len)
         check_text(self.holdings, num_prompt)
         check_images(self.holdings, request, in_context=self.in_context, head=self.head)
@@ -112,6 +119,23 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue by rank: a prefill without output waits behind every real turn."""
         insort(self.waiting, seq, key=_rank)
+
+    def cut(self, seq: Sequence) -> int:
+        """Lay out what stays of a sequence that has outgrown its window; text tokens dropped.
+
+        It takes what it needs in the same moment, so that nobody can take its images meanwhile;
+        where there is no room, it waits like one that was preempted.
+        """
+        runs = seq.status is SequenceStatus.RUNNING
+        if runs:
+            self._give_back(seq)
+        dropped = seq.cut()
+        self._changes += 1
+        if runs and self.holdings.take(seq) is None:
+            seq.status = SequenceStatus.PREEMPTED
+            self.running.remove(seq)
+            insort(self.waiting, seq, key=_rank)
+        return dropped
 
     def take_counts(self) -> Counts:
         """The counts since the last call."""

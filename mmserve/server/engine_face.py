@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from mmserve.config import ImageLimits
 from mmserve.prompt import Message, Prompt
-from mmserve.request import Constraint, SamplingParams, TokenEvent
+from mmserve.request import Constraint, SamplingParams, Streaming, TokenEvent
 from mmserve.tools import ToolFormat
 
 
@@ -96,5 +96,7 @@ class EngineFace(Protocol):
         params: SamplingParams,
         *,
         prefill_only: bool = False,
+        streaming: Streaming | None = None,
     ) -> Generation:
-        """Queue a generation; raises `RequestError`s at once."""
+        """Queue a generation; raises `RequestError`s at once. `streaming`: how it goes on where it
+        outgrows itself; its last event's usage says what was dropped."""

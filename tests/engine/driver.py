@@ -15,6 +15,7 @@ from mmserve.request import (
     Request,
     SamplingParams,
     Segment,
+    Streaming,
     TextSegment,
     TokenEvent,
 )
@@ -62,8 +63,9 @@ class Driver:
         params: SamplingParams = GREEDY,
         *,
         prefill_only: bool = False,
+        streaming: Streaming | None = None,
     ) -> str:
-        request = Request(next(self._ids), segments, params, prefill_only)
+        request = Request(next(self._ids), segments, params, prefill_only, streaming=streaming)
         text = sum(len(s.token_ids) for s in segments if isinstance(s, TextSegment))
         images = sum(image.num_tokens for image in request.images)
         self.engine.scheduler.check_admissible(request, text, images)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmserve.engine import sampler as sampler_module
-from mmserve.engine.sampler import Sampler, SamplingState, filter_threshold, validate
+from mmserve.engine.sampler import Sampler, SamplingState, filter_threshold
+from mmserve.engine.sampling_limits import validate
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
 

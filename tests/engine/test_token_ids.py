@@ -8,7 +8,7 @@ import pytest
 
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig
 from mmserve.engine.engine import Engine
-from mmserve.engine.sampler import validate
+from mmserve.engine.sampling_limits import validate
 from mmserve.errors import RequestError
 from mmserve.model.weights import load
 from mmserve.request import SamplingParams, TextSegment

@@ -33,6 +33,7 @@ from mmserve.request import (
     ImageSegment,
     SamplingParams,
     Segment,
+    Streaming,
     TextSegment,
     Timings,
     TokenEvent,
@@ -163,6 +164,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     prompts: list[list[Any]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
+    streaming: list[Streaming | None] = field(default_factory=list)
     prepared: list[tuple[tuple[Any, ...], Constraint | None]] = field(default_factory=list)
     _last: dict[int, tuple[Prompt, list[Message]]] = field(default_factory=dict, repr=False)
 
@@ -221,6 +223,7 @@ class FakeEngine:
         params: SamplingParams,
         *,
         prefill_only: bool = False,
+        streaming: Streaming | None = None,
     ) -> FakeGeneration:
         if self.queue_full:
             raise QueueFullError("The queue is full.")
@@ -228,6 +231,7 @@ class FakeEngine:
             raise EngineUnavailableError("The engine is not running.")
         self.prompts.append(self._last[id(prompt)][1])
         self.params.append(params)
+        self.streaming.append(streaming)
         return FakeGeneration(self, request_id, prompt, params, prefill_only)
 
     def holds(self, word: int) -> bool:
