@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 import mmserve
 from mmserve.config import ServerConfig
 from mmserve.errors import RequestError
-from mmserve.server import chat, files, ops, responses, responses_ws
+from mmserve.server import chat, files, ops, realtime, responses, responses_ws
 from mmserve.server.auth import Guard
 from mmserve.server.blobs import BlobStore
 from mmserve.server.engine_face import EngineFace
@@ -121,6 +121,7 @@ def create_app(
             *chat.ROUTES,
             *responses.ROUTES,
             *responses_ws.ROUTES,
+            *realtime.ROUTES,
         ],
         middleware=_middleware(config, services.metrics),
         exception_handlers={

@@ -89,7 +89,7 @@ def _call_output_item(item: Fields) -> InputItem:
     return InputItem(_id(item, "fco"), "tool", content, call)
 
 
-def _item(value: Any, param: str, info: ModelInfo) -> InputItem | None:
+def parse_item(value: Any, param: str, info: ModelInfo) -> InputItem | None:
     item = Fields(as_object(value, param), param)
     kind = item.get("type")
     if kind is None and item.get("role") is None and item.get("id") is not None:
@@ -123,7 +123,7 @@ def parse_input(fields: Fields, info: ModelInfo) -> tuple[InputItem, ...]:
         return (InputItem(new_id("msg"), "user", (TextPart(text),)),)
     if not isinstance(value, list):
         raise wrong_type(value, "a string or an array of items", "input")
-    items = [_item(item, f"input[{i}]", info) for i, item in enumerate(value)]
+    items = [parse_item(item, f"input[{i}]", info) for i, item in enumerate(value)]
     return tuple(item for item in items if item is not None)
 
 

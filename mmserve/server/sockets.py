@@ -19,7 +19,7 @@ from mmserve.server.auth import chosen_subprotocol
 from mmserve.server.errors import InvalidJSONError, RateLimitError, error_response
 from mmserve.server.fields import parse_body
 from mmserve.server.services import Services, owner_of, services_of
-from mmserve.server.wire import dumps
+from mmserve.server.wire import dumps, encode
 
 SOCKETS_PER_OWNER = 64
 BAD_FRAMES = 10  # malformed ones in a row before the socket is closed
@@ -113,6 +113,8 @@ class SocketSession:
 
     async def send_text(self, text: str) -> None:
         """Raises `SlowReaderError`, and what a closed socket raises."""
+        if not text.isascii():
+            text = encode(text).decode()  # half a surrogate pair, sent back in an error
         try:
             async with self._sending:
                 await asyncio.wait_for(self._socket.send_text(text), SEND_TIMEOUT_S)
@@ -127,6 +129,9 @@ class SocketSession:
             self.close(1013)
         except (WebSocketDisconnect, RuntimeError):
             self.close(None)  # the socket is gone; the receiver learns it too
+        except Exception:
+            log.exception("a socket failed")
+            self.close(1011)
 
 
 async def run_admitted(

@@ -148,6 +148,7 @@ def server(module_server: Running) -> Running:
     engine.hold_at, engine.script, engine.queue_full = None, None, False
     engine.num_prepared = 0
     engine.prompts.clear()
+    engine.prefills.clear()
     engine.params.clear()
     engine.aborted.clear()
     return module_server

@@ -163,6 +163,7 @@ class FakeEngine:
     running: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
     prompts: list[list[Any]] = field(default_factory=list)
+    prefills: list[list[Message]] = field(default_factory=list)  # those of them without an answer
     params: list[SamplingParams] = field(default_factory=list)
     streaming: list[Streaming | None] = field(default_factory=list)
     prepared: list[tuple[tuple[Any, ...], Constraint | None]] = field(default_factory=list)
@@ -232,6 +233,8 @@ class FakeEngine:
         self.prompts.append(self._last[id(prompt)][1])
         self.params.append(params)
         self.streaming.append(streaming)
+        if prefill_only:
+            self.prefills.append(self.prompts[-1])
         return FakeGeneration(self, request_id, prompt, params, prefill_only)
 
     def holds(self, word: int) -> bool:
