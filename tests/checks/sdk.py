@@ -1,4 +1,4 @@
-"""OpenAI's Python SDK against the served default model: chat, responses, WebSocket, files.
+"""The Python SDK of OpenAI against the served default model: HTTP, WebSockets, files, Realtime.
 
 Run: python tests/checks/sdk.py [--url http://127.0.0.1:8000]
 """
@@ -68,10 +68,62 @@ def check_socket(served: Served) -> None:
     assert "circle" in text.lower(), text
 
 
+def check_realtime(served: Served) -> None:
+    """Five turns and four images; one image item is deleted, and the conversation goes on."""
+    client, model = served.client(), served.model()
+    with client.realtime.connect(model=model) as connection:
+        talk = Talk(connection)
+        assert "red" in talk.turn(RED_CIRCLE, "What color is the circle?").lower()
+        first = talk.item
+        for seed in (25, 26, 27):
+            talk.turn(picture(seed), "What shape is in this image?")
+        assert "circle" in talk.turn("What shape is in image 1?").lower()
+        runs = served.metric("vision_encoder_runs_total"), served.metric("vision_kv_writes_total")
+        assert first is not None
+        connection.conversation.item.delete(item_id=first)
+        assert talk.until("conversation.item.deleted").item_id == first
+        assert talk.turn("What color is the last image?")
+        assert talk.usage.input_token_details.image_tokens == 3 * 32
+        after = served.metric("vision_encoder_runs_total"), served.metric("vision_kv_writes_total")
+        assert after == runs, "the other images were computed again"
+
+
+class Talk:
+    """A Realtime conversation; `item` and `usage` are the last user item's and answer's."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.item: str | None = None
+        self.usage: Any = None
+
+    def until(self, type: str) -> Any:
+        for event in self.connection:
+            assert event.type != "error", event
+            if event.type == type:
+                return event
+
+    def turn(self, *parts: bytes | str) -> str:
+        content: Any = []
+        for part in user(*parts)["content"]:
+            if part["type"] == "text":
+                content.append({"type": "input_text", "text": part["text"]})
+            else:
+                content.append({"type": "input_image", "image_url": part["image_url"]["url"]})
+        item: Any = {"type": "message", "role": "user", "content": content}
+        self.connection.conversation.item.create(item=item)
+        self.item = self.until("conversation.item.done").item.id
+        self.connection.response.create(response={"max_output_tokens": 40})
+        response = self.until("response.done").response
+        assert response.status == "completed", response.status_details
+        self.usage = response.usage
+        return str(response.output[0].content[0].text)
+
+
 def check(served: Served) -> None:
     check_chat(served)
     check_responses(served)
     check_socket(served)
+    check_realtime(served)
 
 
 if __name__ == "__main__":
@@ -79,4 +131,4 @@ if __name__ == "__main__":
     parser.add_argument("--url")
     with given(parser.parse_args().url) as served:
         check(served)
-    print("chat, responses, WebSocket and files work with the OpenAI SDK")
+    print("chat, responses, WebSocket, files and Realtime work with the OpenAI SDK")
