@@ -55,6 +55,12 @@ class ContextLengthExceededError(RequestError):
     code = "context_length_exceeded"
 
 
+class PinBudgetExceededError(RequestError):
+    """Pinned images would take more than their share of the vision KV pool."""
+
+    code = "pin_budget_exceeded"
+
+
 class QueueFullError(RequestError):
     status = 429
     kind = "rate_limit_error"

@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 60
 
 TYPES = {
     *("config", "errors", "request", "prompt", "tokenizer", "guarded", "hub_prompt"),
-    *("tools", "metrics", "energy", "regimes", "session"),
+    *("tools", "metrics", "energy", "regimes", "held_image", "session"),
 }
 # Page counts, no tensors.
 BOOKS = {
@@ -44,6 +44,7 @@ ALLOWED = {
     "tokenizer": set(),
     "metrics": set(),
     "energy": set(),
+    "held_image": set(),
     "tools": set(),
     "prompt": {"errors", "request", "tokenizer", "tools"},
     "guarded": set(),
@@ -77,6 +78,7 @@ FORBIDDEN = {
     "errors": {"*"},
     "regimes": {"*"},
     "request": {"*"},
+    "held_image": {"*"},
     "streaming": {"*"},
     "sequence": {"*"},
     "session": {"*"},

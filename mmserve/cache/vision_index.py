@@ -23,13 +23,13 @@ class EntryState(enum.Enum):
 
 @dataclass
 class VisionEntry:
-    """One image's place. Read-only outside this module."""
+    """One image's place. `hits`: how often it was found. Read-only outside this module."""
 
     pages: list[int]
     num_tokens: int
     state: EntryState = EntryState.WRITING
     references: int = 0
-    pins: int = 0
+    hits: int = 0
 
     @property
     def ready(self) -> bool:
@@ -54,17 +54,21 @@ class VisionIndex:
     """Images in whole pages, with references, pins and least-recently-used eviction.
 
     Life of an image: reserved (writing) -> ready -> idle, once nobody refers to it -> evicted.
-    Only idle images are evicted: ready, without reference and without pin. A writing or failed
-    image whose last reference goes is forgotten at once, since nobody is left to write it; so a
-    reference is not released while a write into its pages is in flight. Not thread-safe.
+    Only idle images are evicted: ready and without reference. Pinned ones go last, when nothing
+    else is left to give way: a pin never keeps anybody from running. A writing or failed image
+    whose last reference goes is forgotten at once, since nobody is left to write it; so a reference
+    is not released while a write into its pages is in flight. Not thread-safe.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._pool = PagePool(num_pages)
         self._page_size = page_size
         self._entries: dict[bytes, VisionEntry] = {}
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
-        self._idle_pages = 0
+        # Idle images, least recently used first: those without a pin, and those with one.
+        self._idle: OrderedDict[bytes, None] = OrderedDict()
+        self._kept: OrderedDict[bytes, None] = OrderedDict()
+        self._idle_pages = 0  # of both
+        self._pinned: set[bytes] = set()
         self._referenced_pages = 0
         self.stats = VisionStats()
         # Told of an idle image before it gives way to another; changes nothing here.
@@ -108,9 +112,10 @@ class VisionIndex:
         return entry is not None and entry.ready
 
     def stored(self) -> list[tuple[bytes, VisionEntry]]:
-        """Every image that can be read: those in use, then the others, the last used first."""
-        idle = list(reversed(self._idle))
-        held = [digest for digest in self._entries if digest not in self._idle]
+        """Every image that can be read: those in use, then pinned ones, then the others, the last
+        used first."""
+        idle = [*reversed(self._kept), *reversed(self._idle)]
+        held = [digest for digest in self._entries if not self._is_idle(digest)]
         return [(d, self._entries[d]) for d in (*held, *idle) if self._entries[d].ready]
 
     def acquire(self, digest: bytes) -> list[int] | None:
@@ -122,6 +127,7 @@ class VisionIndex:
         if entry is None or entry.state is EntryState.FAILED:
             return None
         self._hold(digest, entry)
+        entry.hits += 1
         self.stats.hits += 1
         return entry.pages
 
@@ -137,7 +143,7 @@ class VisionIndex:
         if needed > self.num_available:
             raise PagePoolExhausted(needed, self.num_available, self.num_pages)
         while self.num_free < needed:
-            victim = next(iter(self._idle))
+            victim = next(iter(self._idle or self._kept))
             self.on_evict(victim)
             self._set_idle(victim, False)
             self._forget(victim)
@@ -155,7 +161,7 @@ class VisionIndex:
         if any(entry.state is EntryState.FAILED for entry in known.values()):
             return False
         needed = sum(self.pages_for(n) for d, n in sizes.items() if d not in known)
-        spared = sum(len(entry.pages) for d, entry in known.items() if d in self._idle)
+        spared = sum(len(entry.pages) for d, entry in known.items() if self._is_idle(d))
         return needed <= self.num_available - spared
 
     def acquire_all(self, images: Sequence[tuple[bytes, int]]) -> AcquireResult | None:
@@ -202,31 +208,28 @@ class VisionIndex:
         if entry.references:
             return
         self._referenced_pages -= len(entry.pages)
-        if not entry.ready:
-            self._forget(digest)
-        elif not entry.pins:
+        if entry.ready:
             self._set_idle(digest, True)
+        else:
+            self._forget(digest)
 
-    def pin(self, digest: bytes) -> bool:
-        """Keeps an image from eviction until `unpin`; pins count. False when it is absent."""
-        entry = self._entries.get(digest)
-        if entry is None or entry.state is EntryState.FAILED:
-            return False
-        entry.pins += 1
-        self._set_idle(digest, False)
-        return True
+    def pin(self, digest: bytes) -> None:
+        """Let an image go last, from now on until `unpin`: also one that is not stored yet, or is
+        written anew. Harmless when it is pinned."""
+        self._pinned.add(digest)
+        if digest in self._idle:
+            del self._idle[digest]
+            self._kept[digest] = None
 
     def unpin(self, digest: bytes) -> None:
-        """Drops one pin. Does nothing when the image is gone, as after a failed write."""
-        entry = self._entries.get(digest)
-        if entry is None or not entry.pins:
-            return
-        entry.pins -= 1
-        if not entry.pins and not entry.references:
-            self._set_idle(digest, True)
+        """Harmless when the image is not pinned."""
+        self._pinned.discard(digest)
+        if digest in self._kept:
+            del self._kept[digest]
+            self._idle[digest] = None
 
     def clear(self) -> None:
-        """Forgets every idle image."""
+        """Forgets every idle image, pinned ones excepted."""
         for digest in list(self._idle):
             self._set_idle(digest, False)
             self._forget(digest)
@@ -241,9 +244,10 @@ class VisionIndex:
         idle = {
             digest
             for digest, entry in self._entries.items()
-            if entry.ready and not entry.references and not entry.pins
+            if entry.ready and not entry.references
         }
-        assert idle == set(self._idle), "the idle list is wrong"
+        assert idle & self._pinned == set(self._kept), "the list of kept images is wrong"
+        assert idle - self._pinned == set(self._idle), "the idle list is wrong"
         assert self._idle_pages == sum(len(self._entries[d].pages) for d in idle)
         held = [entry for entry in self._entries.values() if entry.references]
         assert self._referenced_pages == sum(len(entry.pages) for entry in held)
@@ -257,15 +261,19 @@ class VisionIndex:
             self._set_idle(digest, False)
         entry.references += 1
 
+    def _is_idle(self, digest: bytes) -> bool:
+        return digest in self._idle or digest in self._kept
+
     def _set_idle(self, digest: bytes, idle: bool) -> None:
-        if idle == (digest in self._idle):
+        if idle == self._is_idle(digest):
             return
         size = len(self._entries[digest].pages)
+        images = self._kept if digest in self._pinned else self._idle
         if idle:
-            self._idle[digest] = None
+            images[digest] = None
             self._idle_pages += size
         else:
-            del self._idle[digest]
+            del images[digest]
             self._idle_pages -= size
 
     def _forget(self, digest: bytes) -> None:

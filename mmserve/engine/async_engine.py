@@ -32,6 +32,7 @@ from mmserve.errors import (
     ShuttingDownError,
     TooManyImagesError,
 )
+from mmserve.held_image import HeldImage, ImageId
 from mmserve.metrics import Metrics
 from mmserve.model.hub import is_native
 from mmserve.model.loader import resolve_device
@@ -230,6 +231,25 @@ class AsyncEngine:
                 messages, images, continue_final=continue_final, tools=tools
             ),
         )
+
+    async def identify(self, data: bytes) -> ImageId:
+        """What an image file is called here."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self.engine.pipeline.identify, data)
+
+    async def held_images(self, images: Sequence[ImageId]) -> list[HeldImage]:
+        """Where each image's KV is, between two steps."""
+        held = self.engine.images.held
+        return await self.call(lambda: held(images))
+
+    async def pin_image(self, image: ImageId) -> None:
+        """Keep an image's KV in the pool. Raises `PinBudgetExceededError`."""
+        pin = self.engine.images.pin
+        await self.call(lambda: pin(image))
+
+    def unpin_image(self, image: ImageId) -> None:
+        """Soon, and harmless when it is not pinned."""
+        self._commands.put(lambda engine: engine.images.unpin(image))
 
     def submit(
         self,

@@ -15,6 +15,7 @@ from mmserve.engine.hub_images import NoImagePipeline, ProcessorPipeline
 from mmserve.engine.sampling_limits import validate
 from mmserve.engine.vision_pipeline import VisionPipeline
 from mmserve.errors import RequestError
+from mmserve.held_image import ImageId
 from mmserve.hub_prompt import HubTemplate
 from mmserve.model.checkpoint import Checkpoint
 from mmserve.model.fetch import ModelUnavailableError
@@ -37,6 +38,9 @@ class Pipeline(Protocol):
 
     def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> ImageInput:
         """Thread-safe. `alone`: the only image of its prompt. Raises `RequestError`s."""
+
+    def identify(self, data: bytes) -> ImageId:
+        """What a file is called, without looking at it. Thread-safe."""
 
     def pixels(self, image: ImageInput) -> Any:
         """What `ModelRunner.encode` or `look` takes of a prepared image."""

@@ -22,6 +22,7 @@ from mmserve.config import EngineConfig
 from mmserve.engine.border import Border, build_border
 from mmserve.engine.figures import Figures, describe
 from mmserve.engine.grammar import Grammars, Matcher
+from mmserve.engine.image_kv import ImageKV
 from mmserve.engine.kv_transfer import KVTransfer, Placed, identity_of
 from mmserve.engine.live import Live
 from mmserve.engine.meter import board_meter, step_work
@@ -73,6 +74,8 @@ class Engine:
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
         self._last_keys: dict[bytes, bytes] = {}  # by digest, of images computed in their context
         self.pipeline.connect(self._is_resident, self.metrics.image_decodes.inc)
+        pools = [self.runner.vision[g] for g in self.scheduler.holdings.image_groups]
+        self.images = ImageKV(pools, lambda digest: self._last_keys.get(digest, digest))
         self.default_sampling = border.sampling
         # Tokens that can be chosen, and can be spoken of.
         self.vocab_size = min(self.tokenizer.vocab_size, self.runner.adapter.vocab_size)

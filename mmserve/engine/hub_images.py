@@ -21,6 +21,7 @@ from PIL import Image
 
 from mmserve.config import ImageLimits
 from mmserve.errors import ImageTooLargeError, InvalidImageError, RequestError, first_line
+from mmserve.held_image import ImageId
 from mmserve.hub_prompt import HubImage, HubTemplate
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.prompt import ImagePart, Message, TextPart
@@ -138,6 +139,13 @@ class ProcessorPipeline:
             after=facts.after,
             alone=alone if self.counts_company else None,
         )
+
+    def identify(self, data: bytes) -> ImageId:
+        """What an image file is called, without looking at it."""
+        company = (True, False) if self.counts_company else (True,)
+        digests = tuple(self._digest(data, alone) for alone in company)
+        facts = [known for known in map(self._recall, digests) if known is not None]
+        return ImageId(digests, max((f.num_tokens for f in facts), default=None))
 
     def pixels(self, image: ImageInput) -> Mapping[str, Any]:
         """The processor's tensors; processes again if the KV was evicted after `prepare`."""
@@ -275,6 +283,9 @@ class NoImagePipeline:
 
     def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> HubImage:
         raise RequestError("this model takes no images", param=param)
+
+    def identify(self, data: bytes) -> ImageId:
+        raise RequestError("this model takes no images")
 
     def pixels(self, image: ImageInput) -> Mapping[str, Any]:
         raise AssertionError("an image of a model that takes none")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmserve.config import ImageLimits
 from mmserve.errors import RequestError
+from mmserve.held_image import ImageId
 from mmserve.request import ImageInput
 from mmserve.vision import preprocess
 
@@ -54,6 +55,10 @@ class VisionPipeline:
             error.param = param
             raise
         return ImageInput(digest, data, self.num_tokens, pixels)
+
+    def identify(self, data: bytes) -> ImageId:
+        """What an image file is called, without looking at it."""
+        return ImageId((preprocess.digest(data, self.settings_id),), self.num_tokens)
 
     def pixels(self, image: ImageInput) -> Tensor:
         """uint8 [1, 3, H, W]; decodes again if the KV was evicted after `prepare`."""

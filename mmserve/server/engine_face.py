@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from mmserve.config import ImageLimits
+from mmserve.held_image import HeldImage, ImageId
 from mmserve.prompt import Message, Prompt
 from mmserve.request import Constraint, SamplingParams, Streaming, TokenEvent
 from mmserve.tools import ToolFormat
@@ -88,6 +89,18 @@ class EngineFace(Protocol):
     ) -> Prompt:
         """Check and decode images, count tokens. `tools` are what the model is told of; a
         `constraint` that `submit` will bring is compiled. Raises `RequestError`s."""
+
+    async def identify(self, data: bytes) -> ImageId:
+        """What an image file is called here. Raises `RequestError` where there are no images."""
+
+    async def held_images(self, images: Sequence[ImageId]) -> list[HeldImage]:
+        """Where each image's KV is."""
+
+    async def pin_image(self, image: ImageId) -> None:
+        """Keep an image's KV in the pool. Raises `PinBudgetExceededError`."""
+
+    def unpin_image(self, image: ImageId) -> None:
+        """Soon, and harmless when it is not pinned."""
 
     def submit(
         self,

@@ -29,8 +29,8 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = VisionIndex(NUM_PAGES, SIZE)
         self.sequences: list[list[bytes]] = []
-        self.pins: Counter[bytes] = Counter()
-        self.idle: list[bytes] = []  # ready and unreferenced and unpinned, in order of release
+        self.pinned: set[bytes] = set()
+        self.idle: list[bytes] = []  # ready and unreferenced, in order of release
 
     def references(self) -> Counter[bytes]:
         return Counter(digest for sequence in self.sequences for digest in sequence)
@@ -60,9 +60,10 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.stats.hits == stats[0] + len(digests) - len(new)
         self.sequences.append(digests)
         self.idle = [d for d in self.idle if d not in digests]
-        evicted = [d for d in self.idle if self.state(d) is None]
-        assert evicted == self.idle[: len(evicted)], "not the least recently used"
-        del self.idle[: len(evicted)]
+        gone = {d for d in self.idle if self.state(d) is None}
+        order = sorted(self.idle, key=lambda d: d in self.pinned)  # stable
+        assert gone == set(order[: len(gone)]), "not the least recently used, pinned ones last"
+        self.idle = [d for d in self.idle if d not in gone]
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -76,8 +77,7 @@ class IndexMachine(RuleBasedStateMachine):
             gone = not self.references()[digest] and self.left_of(digest) == 0
             if gone and before is not EntryState.READY:
                 assert self.state(digest) is None
-                self.pins.pop(digest, None)
-            elif gone and not self.pins[digest]:
+            elif gone:
                 self.idle.append(digest)
 
     def left_of(self, digest: bytes) -> int:
@@ -107,20 +107,20 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(digest=DIGEST)
     def pin(self, digest: bytes) -> None:
-        state = self.state(digest)
-        pinned = self.index.pin(digest)
-        assert pinned == (state in (EntryState.WRITING, EntryState.READY))
-        if pinned:
-            self.pins[digest] += 1
-            self.idle = [d for d in self.idle if d != digest]
+        self._moved(digest, digest in self.pinned)
+        self.index.pin(digest)
+        self.pinned.add(digest)
 
-    @precondition(lambda self: +self.pins)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        digest = data.draw(st.sampled_from(sorted(+self.pins)))
+    @rule(digest=DIGEST)
+    def unpin(self, digest: bytes) -> None:
+        self._moved(digest, digest not in self.pinned)
         self.index.unpin(digest)
-        self.pins[digest] -= 1
-        if not self.pins[digest] and not self.references()[digest]:
+        self.pinned.discard(digest)
+
+    def _moved(self, digest: bytes, already: bool) -> None:
+        """An idle image that is pinned or unpinned counts as used last."""
+        if digest in self.idle and not already:
+            self.idle.remove(digest)
             self.idle.append(digest)
 
     @invariant()
@@ -130,7 +130,6 @@ class IndexMachine(RuleBasedStateMachine):
         for digest in TOKENS:
             entry = self.index.lookup(digest)
             assert (entry.references if entry else 0) == references[digest]
-            assert (entry.pins if entry else 0) == self.pins[digest]
         assert self.index.num_referenced == sum(map(pages_of, references))
         assert self.index.num_free + self.index.num_used == NUM_PAGES
         assert self.index.num_available - self.index.num_free == sum(map(pages_of, self.idle))
@@ -138,7 +137,7 @@ class IndexMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         while self.sequences:
             self.end(0)
-        for digest in (+self.pins).elements():
+        for digest in self.pinned:
             self.index.unpin(digest)
         assert self.index.num_referenced == 0
         assert self.index.num_available == NUM_PAGES
@@ -188,22 +187,37 @@ def test_what_can_be_read_is_listed_by_use() -> None:
     for i in range(4):
         ready(index, i, SIZE)
     index.reserve(digest(4), SIZE)  # not written yet
-    assert index.pin(digest(1)) and index.acquire(digest(0)) is not None
+    index.pin(digest(1))
+    assert index.acquire(digest(0)) is not None
     assert [key for key, _ in index.stored()] == [digest(i) for i in (0, 1, 3, 2)]
 
 
-def test_a_pinned_image_is_not_evicted() -> None:
+def test_a_pinned_image_goes_last_but_keeps_nobody_from_running() -> None:
+    index = VisionIndex(3, SIZE)
+    index.pin(digest(0))  # before it is stored
+    for i in range(3):
+        ready(index, i, SIZE)
+    index.reserve(digest(3), 2 * SIZE)
+    assert index.is_ready(digest(0)) and not index.is_ready(digest(1))
+    index.reserve(digest(4), SIZE)
+    assert not index.is_ready(digest(0)), "nothing else was left"
+    index.discard(digest(4))
+    index.release(digest(4))
+    ready(index, 0, SIZE)
+    index.clear()
+    assert index.is_ready(digest(0)), "it is pinned as it was before it went"
+    index.unpin(digest(0))
+    index.clear()
+    assert not index.is_ready(digest(0))
+
+
+def test_an_image_counts_how_often_it_was_found() -> None:
     index = VisionIndex(2, SIZE)
     ready(index, 0, SIZE)
-    assert index.pin(digest(0))
-    with pytest.raises(PagePoolExhausted):
-        index.reserve(digest(1), 2 * SIZE)
-    assert index.acquire(digest(0)) is not None
-    index.release(digest(0))
-    with pytest.raises(PagePoolExhausted):
-        index.reserve(digest(1), 2 * SIZE)
-    index.unpin(digest(0))
-    assert len(index.reserve(digest(1), 2 * SIZE)) == 2
+    for _ in range(3):
+        assert index.acquire(digest(0)) is not None
+    entry = index.lookup(digest(0))
+    assert entry is not None and entry.hits == 3
 
 
 def test_many_sequences_that_each_need_half_the_pool_all_finish() -> None:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,12 @@ from mmserve.errors import (
     EngineUnavailableError,
     ImageTooLargeError,
     InvalidImageError,
+    PinBudgetExceededError,
     QueueFullError,
     TooManyImagesError,
     UnsupportedImageTypeError,
 )
+from mmserve.held_image import HeldImage, ImageId
 from mmserve.prompt import ImagePart, Message, Prompt, TextPart, TokensPart
 from mmserve.request import (
     Constraint,
@@ -166,6 +169,8 @@ class FakeEngine:
     prefills: list[list[Message]] = field(default_factory=list)  # those of them without an answer
     params: list[SamplingParams] = field(default_factory=list)
     streaming: list[Streaming | None] = field(default_factory=list)
+    pinned: set[ImageId] = field(default_factory=set)
+    max_pinned: int = 4
     prepared: list[tuple[tuple[Any, ...], Constraint | None]] = field(default_factory=list)
     _last: dict[int, tuple[Prompt, list[Message]]] = field(default_factory=dict, repr=False)
 
@@ -216,6 +221,32 @@ class FakeEngine:
             )
         self._last[id(prompt)] = (prompt, list(messages))
         return prompt
+
+    async def identify(self, data: bytes) -> ImageId:
+        return ImageId((hashlib.sha256(data).digest(),), IMAGE_TOKENS)
+
+    async def held_images(self, images: Sequence[ImageId]) -> list[HeldImage]:
+        """Every image of a prompt that was submitted is there."""
+        parts = [p for prompt in self.prompts for message in prompt for p in message.parts]
+        seen = Counter(p.data for p in parts if isinstance(p, ImagePart))
+        hits = {hashlib.sha256(data).digest(): count - 1 for data, count in seen.items()}
+        held = []
+        for image in images:
+            (digest,), pinned = image.digests, image in self.pinned
+            if digest in hits:
+                state = HeldImage("active", IMAGE_TOKENS, 1024, hits[digest], pinned)
+            else:
+                state = HeldImage(num_tokens=IMAGE_TOKENS, pinned=pinned)
+            held.append(state)
+        return held
+
+    async def pin_image(self, image: ImageId) -> None:
+        if len(self.pinned | {image}) > self.max_pinned:
+            raise PinBudgetExceededError(f"{self.max_pinned} images may be pinned.")
+        self.pinned.add(image)
+
+    def unpin_image(self, image: ImageId) -> None:
+        self.pinned.discard(image)
 
     def submit(
         self,

@@ -1,0 +1,80 @@
+"""Single images' KV, as users ask for it: where it is, what it takes, and that it stays.
+
+Owns the budget of pins. Knows nothing of conversations. On the engine's thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from mmserve.cache.kv_pool import VisionKVPool
+from mmserve.errors import PinBudgetExceededError
+from mmserve.held_image import ABSENT, HeldImage, ImageId
+
+ACTIVE = "active"
+PIN_SHARE = 2  # pinned images may take one part in so many of the pool
+
+
+class _Pin(NamedTuple):
+    keys: tuple[bytes, ...]
+    num_tokens: int
+
+
+class ImageKV:
+    """`pools`: of the layer groups that have images. `key_of(digest)`: what an image's KV was
+    stored under last."""
+
+    def __init__(self, pools: Sequence[VisionKVPool], key_of: Callable[[bytes], bytes]) -> None:
+        self._pools = pools
+        self._key_of = key_of
+        self._pinned: dict[ImageId, _Pin] = {}
+
+    def state(self, key: bytes) -> str:
+        """Where the KV of a key is."""
+        return ACTIVE if all(pool.index.is_ready(key) for pool in self._pools) else ABSENT
+
+    def held(self, images: Sequence[ImageId]) -> list[HeldImage]:
+        return [self._held(image) for image in images]
+
+    def _held(self, image: ImageId) -> HeldImage:
+        keys = [self._key_of(digest) for digest in image.digests]
+        key = next((key for key in keys if self.state(key) != ABSENT), keys[0])
+        entries = [(pool, pool.index.lookup(key)) for pool in self._pools]
+        found = [(pool, entry) for pool, entry in entries if entry is not None]
+        return HeldImage(
+            state=self.state(key),
+            num_tokens=found[0][1].num_tokens if found else image.num_tokens,
+            num_bytes=sum(len(entry.pages) * pool.shape.page_bytes for pool, entry in found),
+            hits=max((entry.hits for _, entry in found), default=0),
+            pinned=image in self._pinned,
+        )
+
+    def pin(self, image: ImageId) -> None:
+        """Let it stay as long as anything else can give way, also if it is written only later.
+
+        Raises `PinBudgetExceededError`.
+        """
+        keys = tuple(self._key_of(digest) for digest in image.digests)
+        pinned = {**self._pinned, image: _Pin(keys, self._held(image).num_tokens or 0)}
+        for pool in self._pools:
+            index, size = pool.index, pool.shape.page_size
+            pages = sum(index.pages_for(pin.num_tokens) for pin in pinned.values())
+            limit = index.num_pages // PIN_SHARE
+            if pages > limit:
+                raise PinBudgetExceededError(
+                    f"With this image {pages} pages of {size} visual tokens would be pinned; the "
+                    f"limit is {limit}, half of the pool."
+                )
+        self.unpin(image)  # it may have had other keys
+        self._pinned = pinned
+        for key in keys:
+            for pool in self._pools:
+                pool.index.pin(key)
+
+    def unpin(self, image: ImageId) -> None:
+        """Harmless when it is not pinned."""
+        pin = self._pinned.pop(image, None)
+        for key in () if pin is None else pin.keys:
+            for pool in self._pools:
+                pool.index.unpin(key)

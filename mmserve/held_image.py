@@ -1,0 +1,31 @@
+"""What an engine tells of one image's KV. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class ImageId:
+    """What an engine calls an image file. `digests`: its identities, more than one where a model
+    computes an image otherwise in company; `num_tokens`: None until it has been looked at."""
+
+    digests: tuple[bytes, ...]
+    num_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class HeldImage:
+    """Where the KV of an image is, and how much there is of it.
+
+    `state`: "active" in the pool, "host", "disk" or "absent". `num_bytes`: of its pages in the
+    pool, over all layers. `hits`: how often it was found since it was written there.
+    """
+
+    state: str = ABSENT
+    num_tokens: int | None = None
+    num_bytes: int = 0
+    hits: int = 0
+    pinned: bool = False
