@@ -86,20 +86,24 @@ def gated_mul(both: Tensor, out: Tensor, gate: str = "silu") -> None:
 
 
 def kept_tokens(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The tokens [B, V] bool that top-k, top-p of what it left, then min-p leave.
+    """The tokens [B, V] bool that top-k, top-p of what it left, then min-p leave; a min_p of 1
+    leaves the best, and none that is only equal to it by rounding.
 
     logits [B, V] float32 after temperature; parameters [B] as `sample` takes them. Equals at a
     threshold all stay; the token that reaches top_p stays, and a top_p of 1 cuts nothing.
     """
     vocab = logits.shape[1]
-    masses = (logits - logits.amax(1, keepdim=True)).double().exp()
+    best = logits.amax(1, keepdim=True)
+    masses = (logits - best).double().exp()
     ranked, order = logits.sort(1, descending=True)
     rank = torch.arange(vocab, device=logits.device)
     k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long().unsqueeze(1)
     reached = masses.gather(1, order).masked_fill(rank >= k, 0).cumsum(1)
     goal = torch.where(top_p < 1, top_p.double(), torch.inf).unsqueeze(1) * reached[:, -1:]
     count = torch.minimum((reached < goal).sum(1, keepdim=True) + 1, k)
-    return (logits >= ranked.gather(1, count - 1)) & (masses >= min_p.double().unsqueeze(1))
+    least = min_p.double().unsqueeze(1)
+    heavy = (masses >= least) & ((least < 1) | (logits == best))
+    return (logits >= ranked.gather(1, count - 1)) & heavy
 
 
 def scale(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -76,6 +76,8 @@ def _kept_mass(
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = at < VOCAB
     x = scaled_logits(logits, row, row_stride, at, ok, temperature)
+    # A GPU's exp is 1 a few steps below 0, too; a min_p of 1 leaves the best only.
+    lowest = tl.where(min_p < 1, lowest, best)
     kept = ok & (x >= lowest) & (tl.exp(x - best) >= min_p)
     return tl.where(kept, mass_of(x, best), 0)
 

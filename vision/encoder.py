@@ -13,6 +13,8 @@ import torch
 from open_clip.model import _build_vision_tower  # open_clip builds a tower alone only here
 from torch import Tensor, nn
 
+BEHIND_FEATURES = ("conv_head", "bn2", "norm_head", "act2", "classifier")  # of convolutional trunks
+
 
 @dataclass(frozen=True)
 class EncoderConfig:
@@ -33,6 +35,10 @@ class VisionEncoder(nn.Module):
         self.trunk = cast(Any, tower.trunk if hasattr(tower, "trunk") else tower)
         self._features = list(config.features)
         self.trunk.prune_intermediate_layers(self._features)
+        # Releases of timm differ in what they leave behind the last feature; nothing of it is read.
+        for name in BEHIND_FEATURES:
+            if hasattr(self.trunk, name):
+                setattr(self.trunk, name, nn.Identity())
         if config.fold_batch_norm:
             fold_batch_norm(self.trunk)
 

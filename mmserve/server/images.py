@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
 from urllib.parse import unquote, unquote_to_bytes
 
 from mmserve.config import ImageLimits
 from mmserve.errors import ImageTooLargeError, InvalidImageError
 from mmserve.server.errors import ImageURLNotAllowedError
 
-URL_SAFE = str.maketrans("-_", "+/")
-SPACE = re.compile(r"[ \t\r\n\f]+")
+URL_SAFE = bytes.maketrans(b"-_", b"+/")
+SPACE = b" \t\r\n\f"
 MAGIC = (
     (b"\x89PNG\r\n\x1a\n", "image/png"),
     (b"\xff\xd8\xff", "image/jpeg"),
@@ -47,10 +46,11 @@ def _too_large(size: int, limits: ImageLimits, param: str) -> ImageTooLargeError
 
 
 def _decode_base64(text: str, param: str) -> bytes:
-    text = SPACE.sub("", unquote(text) if "%" in text else text)
-    text = text.rstrip("=").translate(URL_SAFE)
     try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+        # As bytes: translating a string takes thirty times as long.
+        raw = (unquote(text) if "%" in text else text).encode("ascii").translate(URL_SAFE, SPACE)
+        raw = raw.rstrip(b"=")
+        return base64.b64decode(raw + b"=" * (-len(raw) % 4), validate=True)
     except (binascii.Error, ValueError):
         raise InvalidImageError("The data URL is not valid base64.", param=param) from None
 

@@ -116,8 +116,9 @@ def run(
 
 
 def kept_by_kernel(scaled: Tensor, lowest: Tensor, min_p: Tensor) -> Tensor:
-    weights = (scaled - scaled.amax()).double().exp()
-    return (scaled >= lowest) & (weights >= min_p)
+    best = scaled.amax()
+    weights = (scaled - best).double().exp()
+    return (scaled >= lowest) & (weights >= min_p) & ((min_p < 1) | (scaled == best))
 
 
 def check_row(logits: Tensor, filters: Filters, uniform: float, token: int, lowest: Tensor) -> None:

@@ -6,7 +6,7 @@ import timm
 import torch
 from torch import nn
 
-from mmserve.vision.encoder import EncoderConfig, VisionEncoder, fold_batch_norm
+from mmserve.vision.encoder import BEHIND_FEATURES, EncoderConfig, VisionEncoder, fold_batch_norm
 
 VIT = {"layers": 3, "width": 32, "head_width": 16, "patch_size": 8, "image_size": 32}
 TRUNK = {"timm_model_name": "tf_efficientnet_lite0", "timm_pool": "", "timm_proj": "none"}
@@ -53,6 +53,7 @@ def test_what_lies_behind_the_last_feature_is_not_kept() -> None:
     assert len(encoder.trunk.transformer.resblocks) == 2
     trunk = VisionEncoder(EncoderConfig(TRUNK, (2, 3)))
     assert len(trunk.trunk.blocks) == 5
+    assert all(name.split(".")[0] not in BEHIND_FEATURES for name in trunk.trunk.state_dict())
 
 
 @torch.no_grad()
