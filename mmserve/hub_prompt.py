@@ -24,6 +24,7 @@ from mmserve.prompt import (
     TextPart,
     TokensPart,
     check_messages,
+    present_images,
 )
 from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
 from mmserve.tools import HERMES, ToolFormat
@@ -98,7 +99,8 @@ class HubTemplate:
         continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Prompt:
-        """The conversation as segments; images[i] is the i-th `ImagePart` of all messages.
+        """The conversation as segments; images[i] is the i-th of `present_images`. An image that is
+        gone is left out, because templates have no numbers for them.
 
         Ends with the opening of the assistant's turn, or, with `continue_final`, inside the last
         message, which must be the assistant's. `tools` are function descriptions for the template.
@@ -114,7 +116,8 @@ class HubTemplate:
         adds = self._adds_first(text)
         text = self._finish(self._place(text, images), self._tokenizer, self.image_token)
         ids = self._encoder.encode(text, quotes, add_special_tokens=adds)
-        return self._prompt(ids, images)
+        marked = [part.state == "marked" for part in present_images(messages)]
+        return self._prompt(ids, list(zip(images, marked, strict=True)))
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -148,7 +151,7 @@ class HubTemplate:
         items: list[dict[str, str]] = []
         for part in message.parts:
             if isinstance(part, ImagePart):
-                items.append({"type": "image"})
+                items += [{"type": "image"}] if part.state != "gone" else []
             elif isinstance(part, TokensPart):
                 # An image token that the model said shows no picture, and would be taken for one.
                 said = [token for token in part.token_ids if token != self.image_token_id]
@@ -213,7 +216,8 @@ class HubTemplate:
             out += (image.before, self.image_token, image.after, piece)
         return "".join(out)
 
-    def _prompt(self, ids: Sequence[int], images: Sequence[ImageInput]) -> Prompt:
+    def _prompt(self, ids: Sequence[int], images: Sequence[tuple[ImageInput, bool]]) -> Prompt:
+        """`images`: each with whether it is marked."""
         segments: list[Segment] = []
         text: list[int] = []
         slots = sum(token == self.image_token_id for token in ids)
@@ -228,7 +232,7 @@ class HubTemplate:
             if token == self.image_token_id:
                 if text:
                     segments.append(TextSegment(tuple(text)))
-                segments.append(ImageSegment(next(rest)))
+                segments.append(ImageSegment(*next(rest)))
                 text = [token] if self.cross_attention else []
             else:
                 text.append(token)
@@ -237,7 +241,7 @@ class HubTemplate:
         return Prompt(
             segments=tuple(segments),
             num_text_tokens=sum(len(s.token_ids) for s in segments if isinstance(s, TextSegment)),
-            num_image_tokens=sum(image.num_tokens for image in images),
+            num_image_tokens=sum(image.num_tokens for image, marked in images if not marked),
         )
 
     # -- what the template understands, found by trying it ---------------------------------------

@@ -6,9 +6,9 @@ User text never becomes a special token: only the template writes those, by id.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mmserve.errors import RequestError
 from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
@@ -27,13 +27,15 @@ class ImagePart:
 
     `earlier`: sent with an earlier request of the conversation; it does not count against the
     limit of images in one request. `number`: what it is called in the conversation; None: one more
-    than the image before it.
+    than the image before it. `state`: "marked" images are forgotten but by text that saw them;
+    of one that is "gone" only the number is said, and `data` may be empty.
     """
 
     data: bytes
     param: str | None = None
     earlier: bool = False
     number: int | None = None
+    state: Literal["shown", "marked", "gone"] = "shown"
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,12 @@ def check_messages(messages: Sequence[Message], continue_final: bool) -> None:
         )
 
 
+def present_images(messages: Sequence[Message]) -> list[ImagePart]:
+    """The images that are looked at, or once were, in order: all that are not gone."""
+    parts = (part for message in messages for part in message.parts)
+    return [part for part in parts if isinstance(part, ImagePart) and part.state != "gone"]
+
+
 def image_numbers(messages: Sequence[Message]) -> list[int]:
     """What each image is called, in order: its own number, or one more than the one before."""
     numbers: list[int] = []
@@ -139,7 +147,7 @@ class ChatTemplate:
         continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Prompt:
-        """The conversation as segments; images[i] is the i-th `ImagePart` of all messages.
+        """The conversation as segments; images[i] is the i-th of `present_images`.
 
         Ends with the opening of the assistant's turn, or, with `continue_final`, inside the last
         message, which must be the assistant's. `tools` (see `Tool.described`) stand at the end of
@@ -147,20 +155,20 @@ class ChatTemplate:
         role is unknown or there is nothing to continue.
         """
         check_messages(messages, continue_final)
-        numbered = list(zip(image_numbers(messages), images, strict=True))
+        numbers, rest = iter(image_numbers(messages)), iter(images)
+        assert len(images) == len(present_images(messages))
 
         out = _PromptWriter(self._tokenizer)
         if ROLES[messages[0].role] != "system" and (tools or self._system is not None):
             own = (TextPart(self._system),) if self._system else ()
             messages = [Message("system", own), *messages]
         described = HERMES.describe(tools) if tools else ""
-        done = 0
         for i, message in enumerate(messages):
             role = ROLES[message.role]
             before, after = HERMES.result() if tools and role == "tool" else ("", "")
             self._open(out, role)
             out.text(before)
-            done = self._content(out, message, numbered, done)
+            self._content(out, message, numbers, rest)
             out.text(after)
             if described and i == 0:
                 out.text(f"\n\n{described}" if message.parts else described)
@@ -182,10 +190,10 @@ class ChatTemplate:
         self,
         out: _PromptWriter,
         message: Message,
-        images: Sequence[tuple[int, ImageInput]],
-        done: int,
-    ) -> int:
-        """Writes a message's parts; `done` images came before. Returns the new number of them."""
+        numbers: Iterator[int],
+        images: Iterator[ImageInput],
+    ) -> None:
+        """Writes a message's parts; takes what it needs of the numbers and of the images."""
         before: Part | None = None
         for part in message.parts:
             if isinstance(part, TextPart) and not part.text:
@@ -194,16 +202,14 @@ class ChatTemplate:
             if isinstance(part, TextPart):
                 out.text(part.text)
             elif isinstance(part, ImagePart):
-                number, image = images[done]
-                out.text(self._image_prefix.format(k=number))
-                out.image(image)
-                done += 1
+                out.text(self._image_prefix.format(k=next(numbers)))
+                if part.state != "gone":
+                    out.image(next(images), marked=part.state == "marked")
             else:
                 # An answer that ended its turn brings the end token; the template writes it too.
                 ids = part.token_ids
                 out.tokens(ids[:-1] if ids and ids[-1] == self._end else ids)
             before = part
-        return done
 
     def _separator(self, before: Part | None, part: Part) -> str:
         """What stands between two parts of one message."""
@@ -236,9 +242,9 @@ class _PromptWriter:
         self._encode_text()
         self._ids.extend(token_ids)
 
-    def image(self, image: ImageInput) -> None:
+    def image(self, image: ImageInput, *, marked: bool) -> None:
         self._end_segment()
-        self._segments.append(ImageSegment(image))
+        self._segments.append(ImageSegment(image, marked))
 
     def prompt(self) -> Prompt:
         self._end_segment()
@@ -247,7 +253,7 @@ class _PromptWriter:
         return Prompt(
             segments=tuple(self._segments),
             num_text_tokens=sum(len(s.token_ids) for s in texts),
-            num_image_tokens=sum(s.image.num_tokens for s in images),
+            num_image_tokens=sum(s.image.num_tokens for s in images if not s.marked),
         )
 
     def _encode_text(self) -> None:

@@ -17,25 +17,10 @@ from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from mmserve import keys
 from mmserve.regimes import ONE, Course, Regimes
 from mmserve.request import ImageInput, ImageSegment, Request, Segment, TextSegment
 from mmserve.streaming import cut
-
-
-def _digest(segments: tuple[Segment, ...]) -> bytes:
-    """Names a whole prompt."""
-    whole = hashlib.sha256()
-    for segment in segments:
-        if isinstance(segment, ImageSegment):
-            whole.update(b"image" + segment.image.digest)
-        else:
-            run = array("q", segment.token_ids).tobytes()
-            whole.update(b"text" + len(run).to_bytes(8, "little") + run)
-    return whole.digest()
-
-
-def _head_key(context: bytes, count: int) -> bytes:
-    return hashlib.sha256(b"head%d" % count + context).digest()
 
 
 def _positions(segments: tuple[Segment, ...]) -> int:
@@ -84,6 +69,16 @@ class PlacedImage:
         return self.start + self.image.num_tokens
 
 
+@dataclass(eq=False)
+class Gap:
+    """The place of a marked image: before text token `text_index`, as many positions as the image
+    takes. It is segment number `segment`."""
+
+    image: ImageInput
+    segment: int
+    text_index: int
+
+
 class Sequence:
     """A request's tokens and lengths, and which pages hold them.
 
@@ -120,6 +115,10 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.token_ids: list[int] = []
         self.images: list[PlacedImage] = []
+        self.gaps: list[Gap] = []
+        # By number of its segment: the first text token that does not see a marked image; None: no
+        # text did. What is not here is not decided.
+        self.marks: dict[int, int | None] = {}
         self.keys: list[Hashable] = []
         self.tables: list[list[int]] = [[]]  # by layer group: text pages, logical to physical
         self.num_computed_tokens = 0  # text tokens whose KV is in the pool
@@ -138,7 +137,7 @@ class Sequence:
 
     def _lay_out(self) -> None:
         """The prompt alone."""
-        self.images, self.keys = [], []
+        self.images, self.gaps, self.keys = [], [], []
         self.token_ids.clear()  # others hold the list itself
         # Images that the first generated token, which is always text, is the first to look at.
         self._before_next = self._place(self.segments)
@@ -149,11 +148,18 @@ class Sequence:
     def _place(self, segments: tuple[Segment, ...]) -> list[bytes]:
         """Lay the segments out; the digests of trailing images."""
         position = visual = hashed = 0
-        salt = _digest(segments) if self.whole_prompt else b""
+        salt = keys.of_prompt(segments) if self.whole_prompt else b""
         salt += self.course.salt(0)
         before = [salt] if salt else []
         context = hashlib.sha256(salt)
-        for segment in segments:
+        for number, segment in enumerate(segments):
+            if isinstance(segment, ImageSegment) and segment.marked:
+                if self.marks.get(number, 0) is None:
+                    continue
+                self.gaps.append(Gap(segment.image, number, len(self.token_ids)))
+                before.append(segment.image.digest)
+                position += segment.image.width
+                continue
             if isinstance(segment, ImageSegment):
                 image, index = segment.image, len(self.token_ids)
                 run = array("q", self.token_ids[hashed:])
@@ -184,7 +190,7 @@ class Sequence:
         head, tail = image.cut(self.head)
         index, position, visual = where
         return [
-            PlacedImage(head, *where, _head_key(context, self.head), in_context=True),
+            PlacedImage(head, *where, keys.of_head(context, self.head), in_context=True),
             PlacedImage(tail, index, position, visual + self.head, alone, skip=self.head),
         ]
 
@@ -247,10 +253,12 @@ class Sequence:
 
     def position(self, text_index: int) -> int:
         """The rotary position of a text token."""
-        images = self.images
+        images, place = self.images, text_index
+        if self.gaps:
+            place += sum(g.image.width for g in self.gaps if g.text_index <= text_index)
         if not images or text_index >= images[-1].text_index:
-            return text_index + self._image_width
-        return text_index + sum(p.image.width for p in images if p.text_index <= text_index)
+            return place + self._image_width
+        return place + sum(p.image.width for p in images if p.text_index <= text_index)
 
     def visual_before(self, text_index: int) -> int:
         """Visual tokens of the images before a text token: its own visual index, so to say."""
@@ -261,14 +269,54 @@ class Sequence:
 
     def enter(self, regime: int) -> None:
         """All is to be computed again, in another regime; nothing is held."""
-        made, self.course.regime = self.token_ids[self.num_prompt_tokens :], regime
+        self.course.regime = regime
         missing = [placed.key in self.missing_images for placed in self.images]
-        self._lay_out()
-        self.token_ids += made
+        self._lay_out_again()
         places = zip(self.images, missing, strict=True)
         self.missing_images = frozenset(placed.key for placed, new in places if new)
+
+    def _lay_out_again(self) -> None:
+        """The prompt and what came after it."""
+        made = self.token_ids[self.num_prompt_tokens :]
+        self._lay_out()
+        self.token_ids += made
         for token in self.output_token_ids:
             self._append_key(token)
+        for at in {at for at in self.marks.values() if at is not None}:
+            gaps = [gap for gap in self.gaps if self.marks.get(gap.segment) == at]
+            self.keys = self.keys_unseen(gaps, at)
+
+    # -- marked images --------------------------------------------------------------------------
+
+    @property
+    def open_gaps(self) -> list[Gap]:
+        """Of which is not decided where text ceases to see them."""
+        return [gap for gap in self.gaps if gap.segment not in self.marks]
+
+    def show_marked(self) -> None:
+        """Nothing is decided: keys are those of text that saw all marked images."""
+        if self.marks:
+            self.marks.clear()
+            self._lay_out_again()
+
+    def leave_out(self, gap: Gap) -> None:
+        """No text has seen it or was placed behind it."""
+        self.marks[gap.segment] = None
+        self._lay_out_again()
+
+    def unsee(self, gaps: list[Gap], at: int) -> None:
+        """Text from index `at` on does not see these, though it was placed behind them."""
+        self.keys = self.keys_unseen(gaps, at)
+        self.marks |= dict.fromkeys((gap.segment for gap in gaps), at)
+
+    def keys_unseen(self, gaps: list[Gap], at: int) -> list[Hashable]:
+        """What keys would be then."""
+        key = self.keys[at]
+        names = key if isinstance(key, tuple) else (key,)
+        salt = keys.unseen((gap.text_index, gap.image.digest) for gap in gaps)
+        return [*self.keys[:at], (salt, *names), *self.keys[at + 1 :]]
+
+    # -- streaming ------------------------------------------------------------------------------
 
     def bound(self, room: int) -> None:
         """The context and the pools have room for so many text tokens: a streaming sequence is cut
@@ -295,6 +343,7 @@ class Sequence:
         self.num_dropped_images += rest.dropped_images
         self.token_limit -= rest.dropped_tokens
         self.segments = rest.segments
+        self.marks.clear()
         self.course = Course(self.regimes, _positions(self.segments))
         self._lay_out()
         return rest.dropped_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,21 @@ def test_a_cross_attention_image_stands_before_its_placeholder(opened: Open) -> 
     assert rest.token_ids[0] == border.checkpoint.image_token_id
     assert (image.image.token_ids, image.image.width) == ((), 0)
     assert image.image.num_tokens > 0
+
+
+def test_an_image_that_is_gone_is_left_out_and_a_marked_one_takes_no_tokens(opened: Open) -> None:
+    border = opened("llava")
+    first, *others = message("user", SMALL, " or ", WIDE, "?").parts
+    assert isinstance(first, ImagePart)
+    whole = [border.see(png_of(picture), alone=False) for picture in (SMALL, WIDE)]
+    marked = Message("user", (replace(first, state="marked"), *others))
+    prompt = border.template.render([marked], whole)
+    images = [s for s in prompt.segments if isinstance(s, ImageSegment)]
+    assert [s.marked for s in images] == [True, False]
+    assert prompt.num_image_tokens == images[1].image.num_tokens
+    gone = Message("user", (replace(first, state="gone", data=b""), *others))
+    without = border.render(" or ", WIDE, "?")
+    assert flat(border.template.render([gone], whole[1:])) == flat(without)
 
 
 def test_an_earlier_answer_keeps_its_exact_tokens(opened: Open) -> None:

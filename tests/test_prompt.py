@@ -99,6 +99,19 @@ def test_an_image_that_has_a_number_keeps_it_and_later_ones_count_on(
     assert "Image 3: [1]\nImage 9: [2]\na" in text and "Image 10: [5]\nc" in text
 
 
+def test_of_an_image_that_is_gone_the_number_stays_and_one_that_is_marked_takes_no_tokens(
+    tokenizer: Tokenizer, template: ChatTemplate
+) -> None:
+    gone, marked = ImagePart(b"", state="gone"), ImagePart(b"png", state="marked")
+    messages = [user(gone, "first", PNG), user(marked, "second", PNG)]
+    prompt = template.render(messages, [image(1), image(2), image(3)])
+    assert "Image 1: \nfirst\nImage 2: [1]" in written(tokenizer, prompt)
+    assert "Image 3: [2]\nsecond\nImage 4: [3]" in written(tokenizer, prompt)
+    marks = [s.marked for s in prompt.segments if isinstance(s, ImageSegment)]
+    assert marks == [False, True, False]
+    assert prompt.num_image_tokens == 64
+
+
 def test_the_words_around_an_image_and_the_system_message_can_be_chosen(
     tokenizer: Tokenizer,
 ) -> None:

@@ -37,7 +37,7 @@ from mmserve.metrics import Metrics
 from mmserve.model.hub import is_native
 from mmserve.model.loader import resolve_device
 from mmserve.model.weights import load, open_named
-from mmserve.prompt import ImagePart, Message, Prompt
+from mmserve.prompt import Message, Prompt, present_images
 from mmserve.request import (
     Constraint,
     FinishReason,
@@ -197,7 +197,7 @@ class AsyncEngine:
         constraint's with their `param`.
         """
         engine = self.engine
-        parts = [p for m in messages for p in m.parts if isinstance(p, ImagePart)]
+        parts = present_images(messages)
         limit = self.config.images.max_images
         new = [p for p in parts if not p.earlier]
         if len(new) > limit:

@@ -32,7 +32,7 @@ from mmserve.kvfile.file import read_file, write_file
 from mmserve.kvfile.header import KVHeader
 from mmserve.metrics import Metrics
 from mmserve.model.weights import Loaded
-from mmserve.request import FinishReason, ImageInput, Request, TokenEvent
+from mmserve.request import FinishReason, ImageInput, ImageSegment, Request, TokenEvent
 from mmserve.scheduler.batch import Batch, ContextImage, ImageJob
 from mmserve.scheduler.scheduler import Scheduler
 from mmserve.sequence import Sequence
@@ -107,7 +107,7 @@ class Engine:
             whole_prompt=scheduler.whole_prompts,
             regimes=self.runner.regimes,
         )
-        images = seq.length - seq.num_tokens
+        images = sum(s.image.num_tokens for s in request.segments if isinstance(s, ImageSegment))
         seq.bound(min(self.max_model_len - images, self.scheduler.text_capacity))
         if seq.outgrown:
             seq.cut()

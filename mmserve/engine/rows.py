@@ -69,6 +69,9 @@ def _text_rows(seq: Seq, start: int, end: int, axes: int) -> Rows:
         before = np.searchsorted([p.text_index for p in seq.images], text, "right")
         visual = np.cumsum([0, *(p.image.num_tokens for p in seq.images)])[before]
         position = text + np.cumsum([0, *(p.image.width for p in seq.images)])[before]
+        if seq.gaps:
+            passed = np.searchsorted([g.text_index for g in seq.gaps], text, "right")
+            position = position + np.cumsum([0, *(g.image.width for g in seq.gaps)])[passed]
     ids = np.array(seq.token_ids[start:end], np.int64)
     rows = np.broadcast_to(position, (axes, len(ids)))
     return Rows(ids, rows, text, visual, np.full(len(ids), -1))

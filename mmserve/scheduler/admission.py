@@ -7,7 +7,7 @@ queues, or of who runs now.
 from __future__ import annotations
 
 from mmserve.errors import ContextLengthExceededError, RequestError
-from mmserve.request import Request
+from mmserve.request import ImageSegment, Request
 from mmserve.scheduler.holdings import Holdings
 
 STREAMING = "session_policy"  # the field that a client asks for it by
@@ -80,6 +80,18 @@ def check_streaming(request: Request, *, whole_prompts: bool) -> None:
         )
     if isinstance(images, int) and images < 0:
         raise RequestError(f"{images} images cannot be kept; 0 or more can", param=STREAMING)
+
+
+def check_marked(request: Request, *, in_context: bool) -> int:
+    """Positions that marked images take. Raises RequestError where later images saw them."""
+    segments = (s for s in request.segments if isinstance(s, ImageSegment))
+    marked = [s.image for s in segments if s.marked]
+    if marked and in_context:
+        raise RequestError(
+            "This model's images see what stands before them, so that one cannot be forgotten by "
+            "marking it; what saw it has to be recomputed."
+        )
+    return sum(image.num_tokens for image in marked)
 
 
 def _of_group(holdings: Holdings, number: int) -> str:

@@ -25,6 +25,7 @@ from mmserve.cache.page_pool import PagePool
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.radix_node import HOLE
 from mmserve.cache.vision_index import EntryState, VisionIndex
+from mmserve.scheduler.marks import settle
 from mmserve.sequence import PlacedImage
 from mmserve.sequence import Sequence as Seq
 
@@ -176,10 +177,12 @@ class Holdings:
 
     def _match(self, seq: Seq) -> tuple[list[list[int]], int]:
         tables: list[list[int]] = [[] for _ in self.groups]
-        if self.radix is None:
-            return tables, 0
+        radix = self.radix
         needs = (lambda start: self._window_texts(seq, start)) if self._text_windows else None
-        matched = self.radix.match(seq.keys, needs)
+        settle(seq, lambda keys: radix.match(keys, needs).num_tokens if radix else 0)
+        if radix is None:
+            return tables, 0
+        matched = radix.match(seq.keys, needs)
         for g, pages in zip(self.text_groups, matched.pages, strict=True):
             tables[g] = pages
         return tables, matched.num_tokens

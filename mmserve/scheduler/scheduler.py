@@ -31,12 +31,7 @@ from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.vision_index import VisionIndex
 from mmserve.config import SchedulerConfig
 from mmserve.request import Request
-from mmserve.scheduler.admission import (
-    check_context,
-    check_images,
-    check_streaming,
-    check_text,
-)
+from mmserve.scheduler import admission
 from mmserve.scheduler.batch import Batch, Chunk, ContextImage, ImageJob
 from mmserve.scheduler.holdings import Holdings
 from mmserve.sequence import PlacedImage, Sequence, SequenceStatus
@@ -109,12 +104,13 @@ class Scheduler:
         """Refuse at once what can never run. Counts are text and image tokens of the prompt.
 
         Raises ContextLengthExceededError (context, or a text or vision pool), or RequestError for
-        a way of streaming that cannot be.
+        a way of streaming, or of forgetting, that cannot be.
         """
-        check_streaming(request, whole_prompts=self.whole_prompts)
-        check_context(request, num_prompt, num_image, self.max_model_len)
-        check_text(self.holdings, num_prompt)
-        check_images(self.holdings, request, in_context=self.in_context, head=self.head)
+        admission.check_streaming(request, whole_prompts=self.whole_prompts)
+        marked = admission.check_marked(request, in_context=self.in_context)
+        admission.check_context(request, num_prompt, num_image + marked, self.max_model_len)
+        admission.check_text(self.holdings, num_prompt)
+        admission.check_images(self.holdings, request, in_context=self.in_context, head=self.head)
 
     def add(self, seq: Sequence) -> None:
         """Queue by rank: a prefill without output waits behind every real turn."""

@@ -27,7 +27,7 @@ from mmserve.errors import (
     UnsupportedImageTypeError,
 )
 from mmserve.prompt import ImagePart, Message, Prompt, TextPart, TokensPart
-from mmserve.request import FinishReason, SamplingParams, TokenEvent
+from mmserve.request import FinishReason, SamplingParams, Streaming, TokenEvent
 from tests.engine.driver import picture
 from tests.engine.tiny import IMAGE_TOKENS, MAX_LEN, build_tiny, tiny_config
 
@@ -403,5 +403,33 @@ def test_a_prefill_ends_without_text_and_the_turn_after_it_reports_the_cache() -
             usage = events[-1].usage
             assert usage is not None and usage.vision_hits == 1
             assert usage.cached_tokens == made.num_text_tokens // 16 * 16 + IMAGE_TOKENS
+
+    run(test)
+
+
+def test_an_answer_beyond_the_context_is_one_answer_and_says_what_it_left_behind() -> None:
+    async def test() -> None:
+        async with running() as engine:
+            made = await prompt(engine, picture(1), "What?")
+            long = replace(LONG, max_tokens=2 * MAX_LEN)
+            events = await collect(
+                engine.submit("a", made, long, streaming=Streaming(200, 4, 40, 0))
+            )
+            usage = events[-1].usage
+            assert len(tokens(events)) == 2 * MAX_LEN and usage is not None
+            assert usage.dropped_tokens > 2 * MAX_LEN - 200 and usage.dropped_images == 1
+            assert await at_rest(engine)
+
+    run(test)
+
+
+def test_an_image_that_is_gone_needs_no_bytes_and_one_that_is_marked_is_not_encoded() -> None:
+    async def test() -> None:
+        async with running() as engine:
+            gone, marked = ImagePart(b"", state="gone"), ImagePart(picture(1), state="marked")
+            made = await engine.prepare([Message("user", (gone, marked, TextPart("What?")))])
+            assert reason(await collect(engine.submit("a", made, GREEDY))) is FinishReason.LENGTH
+            assert engine.metrics.vision_encoder_runs._value.get() == 0
+            assert await at_rest(engine)
 
     run(test)

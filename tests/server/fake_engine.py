@@ -186,7 +186,7 @@ class FakeEngine:
         if part.data.endswith(b"broken"):
             raise InvalidImageError("The image is cut short.", param=part.param)
         digest = hashlib.sha256(part.data).digest()
-        return ImageSegment(ImageInput(digest, part.data, IMAGE_TOKENS))
+        return ImageSegment(ImageInput(digest, part.data, IMAGE_TOKENS), part.state == "marked")
 
     async def prepare(
         self,
@@ -204,12 +204,12 @@ class FakeEngine:
             segments.append(TextSegment(encode(f"<{message.role}>")))
             for part in message.parts:
                 if isinstance(part, ImagePart):
-                    segments.append(self._image(part))
+                    segments += [self._image(part)] if part.state != "gone" else []
                 elif isinstance(part, TokensPart):
                     segments.append(TextSegment(part.token_ids))
                 else:
                     segments.append(TextSegment(encode(part.text)))
-        images = sum(isinstance(s, ImageSegment) for s in segments)
+        images = sum(isinstance(s, ImageSegment) and not s.marked for s in segments)
         if images > self.info.image_limits.max_images:
             raise TooManyImagesError(f"{images} images are too many.", param="messages")
         text = sum(len(s.token_ids) for s in segments if isinstance(s, TextSegment))

@@ -1,0 +1,40 @@
+"""Which text that saw an image is still good when the image has been marked as forgotten.
+
+Owns the search for the most of it. Knows nothing of pages, and of the prefix cache only how far it
+reaches.
+
+What is cached of a sequence is a chain: text that saw all images, from some place on text that did
+not see this one, and so on, as images were marked one after the other. Keys say of every text what
+it saw, so the search decides only what is found again, never what is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from mmserve.sequence import Gap
+from mmserve.sequence import Sequence as Seq
+
+Reach = Callable[[Sequence[Hashable]], int]  # of such keys: how many first ones are cached
+
+
+def settle(seq: Seq, reach: Reach) -> None:
+    """Decide from where on text does not see the marked images; one that no cached text has seen is
+    left out as if it had never been there."""
+    seq.show_marked()
+    while left := seq.open_gaps:
+        at = reach(seq.keys)
+        seen = [gap for gap in left if gap.text_index < at]
+        if (known := _goes_on(seq, seen, at, reach)) is not None:
+            seq.unsee(known, at)
+        elif len(seen) < len(left):
+            seq.leave_out(left[len(seen)])
+        else:
+            seq.unsee(seen, at)
+
+
+def _goes_on(seq: Seq, seen: list[Gap], at: int, reach: Reach) -> list[Gap] | None:
+    """Which of them text is cached without that goes on here: all, or one of them."""
+    choices = [seen, *([gap] for gap in seen)] if len(seen) > 1 else [seen]
+    known = (gaps for gaps in choices if gaps and reach(seq.keys_unseen(gaps, at)) > at)
+    return next(known, None)
