@@ -251,6 +251,14 @@ class AsyncEngine:
         """Soon, and harmless when it is not pinned."""
         self._commands.put(lambda engine: engine.images.unpin(image))
 
+    async def count(self, texts: Sequence[str]) -> list[int]:
+        """The tokens of each text by itself."""
+        encode = self.engine.tokenizer.encode
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._workers, lambda: [len(encode(text)) for text in texts]
+        )
+
     def submit(
         self,
         request_id: str,

@@ -79,9 +79,10 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
         waits = [asyncio.ensure_future(job.wait()) for job in services.jobs]
         if waits:
             await asyncio.wait(waits, timeout=STOP_S)
-        starting.cancel()
-        sweeping.cancel()
-        await asyncio.gather(starting, sweeping, return_exceptions=True)
+        others = (starting, sweeping, *services.background)
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
         await services.engine.stop()
         services.blobs.close()
         services.journal.close()

@@ -102,6 +102,9 @@ class EngineFace(Protocol):
     def unpin_image(self, image: ImageId) -> None:
         """Soon, and harmless when it is not pinned."""
 
+    async def count(self, texts: Sequence[str]) -> list[int]:
+        """The tokens of each text by itself."""
+
     def submit(
         self,
         request_id: str,

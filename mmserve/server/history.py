@@ -1,31 +1,46 @@
 """Items and histories, and how a history becomes messages again: earlier answers as their exact
-tokens, images from their blobs. Knows nothing of turns, of transports or of where items are kept.
+tokens, images from their blobs, a summary and kept images for what was dropped. Knows nothing of
+turns, of transports or of where items are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmserve.prompt import ImagePart, Message, Part, TextPart, TokensPart
 from mmserve.server.blobs import Blob
 from mmserve.server.images import data_url
+from mmserve.session import SessionState
+
+SUMMARY = "Summary of the earlier part of this conversation, written by the model:"
 
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image of a stored turn; `param` is the field it came from."""
+    """An image of a stored turn; `param` is the field it came from, `number` what the conversation
+    calls it (None: one more than the one before it)."""
 
     blob: Blob
     param: str
     detail: str = "auto"
     file_id: str | None = None
+    number: int | None = None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file, hexadecimal."""
+        return self.blob.digest.hex()
+
+    async def message_part(self, old: bool) -> ImagePart:
+        """`old`: from an earlier request."""
+        param = "previous_response_id" if old else self.param
+        return ImagePart(await self.blob.read(), param, earlier=old, number=self.number)
 
     async def to_json(self, with_url: bool) -> dict[str, Any]:
         part: dict[str, Any] = {"type": "input_image", "detail": self.detail}
         part["file_id"] = self.file_id
-        part["sha256"] = self.blob.digest.hex()
+        part["sha256"] = self.digest
         if with_url:
             part["image_url"] = data_url(await self.blob.read())
         return part
@@ -33,13 +48,15 @@ class StoredImage:
 
 @dataclass(frozen=True)
 class Item:
-    """One message of a conversation. `token_ids`: an answer's exact tokens, used for its text."""
+    """One message of a conversation. `token_ids`: an answer's exact tokens, used for its text.
+    `tokens`: how many its text takes, without what a template writes around it."""
 
     id: str
     role: str  # system | user | assistant | tool
     parts: tuple[TextPart | StoredImage, ...]
     token_ids: tuple[int, ...] | None = None
     call: dict[str, Any] | None = None  # the JSON of a function call or its output
+    tokens: int = 0
 
     @property
     def is_call(self) -> bool:
@@ -75,11 +92,24 @@ class Item:
         parts: list[Part] = []
         for part in self.parts:
             if isinstance(part, StoredImage):
-                param = "previous_response_id" if old else part.param
-                parts.append(ImagePart(await part.blob.read(), param, earlier=old))
+                parts.append(await part.message_part(old))
             else:
                 parts.append(part)
         return tuple(parts)
+
+
+def number(items: tuple[Item, ...], count: int) -> tuple[tuple[Item, ...], int]:
+    """Their images called on from `count`, and how many have come then."""
+    numbered = []
+    for item in items:
+        parts: list[TextPart | StoredImage] = []
+        for part in item.parts:
+            if isinstance(part, StoredImage):
+                count += 1
+                part = replace(part, number=count)
+            parts.append(part)
+        numbered.append(replace(item, parts=tuple(parts)))
+    return tuple(numbered), count
 
 
 @dataclass(frozen=True)
@@ -91,16 +121,61 @@ class Entry:
     old: bool = True
 
 
-async def render(entries: Iterable[Entry], instructions: str | None) -> list[Message]:
+@dataclass(frozen=True)
+class History:
+    """What a conversation still holds: `entries`, and `images` of turns that were dropped."""
+
+    entries: tuple[Entry, ...] = ()
+    images: tuple[StoredImage, ...] = ()
+    state: SessionState = field(default_factory=SessionState)
+
+    def add(self, items: tuple[Item, ...]) -> History:
+        """With the items of a new request."""
+        items, count = number(items, self.state.num_images)
+        entries = (*self.entries, *(Entry(item, old=False) for item in items))
+        return replace(self, entries=entries, state=replace(self.state, num_images=count))
+
+    @property
+    def new(self) -> tuple[Item, ...]:
+        """The items of the request that is being made."""
+        return tuple(entry.item for entry in self.entries if not entry.old)
+
+    @property
+    def before(self) -> History:
+        """What the request that is being made goes on from."""
+        return replace(self, entries=tuple(entry for entry in self.entries if entry.old))
+
+    @property
+    def shown(self) -> list[StoredImage]:
+        """The images that can be read, oldest first."""
+        own = [image for entry in self.entries for image in entry.item.images]
+        return [i for i in (*self.images, *own) if i.digest not in self.state.forgotten]
+
+    async def head(self) -> tuple[Part, ...]:
+        """What stands for the turns that were dropped."""
+        parts: list[Part] = []
+        if self.state.summary is not None:
+            parts.append(TextPart(f"{SUMMARY}\n{self.state.summary}"))
+        for image in self.images:
+            parts.append(await image.message_part(old=True))
+        return tuple(parts)
+
+
+async def render(history: History, instructions: str | None) -> list[Message]:
     """A history as messages; a user turn that was prefilled in pieces is one message again, and
-    so is what an answer said and called."""
+    so is what an answer said and called. What stands for dropped turns begins the first turn, as
+    many templates take no two messages of a user in a row."""
     messages: list[Message] = []
     if instructions:
         messages.append(Message("system", (TextPart(instructions),)))
+    head = await history.head()
     was_open = False
-    for entry in entries:
+    for entry in history.entries:
         parts = await entry.item.message_parts(entry.old)
         role = entry.item.role
+        if head and role != "system":
+            messages.append(Message("user", head))
+            head, was_open = (), True
         # A call belongs to the assistant's turn that it was made in.
         continues = was_open if role == "user" else role == "assistant" and entry.item.is_call
         if continues and messages and messages[-1].role == role:
@@ -108,4 +183,6 @@ async def render(entries: Iterable[Entry], instructions: str | None) -> list[Mes
         else:
             messages.append(Message(role, parts))
         was_open = entry.open
+    if head:
+        messages.append(Message("user", head))
     return messages

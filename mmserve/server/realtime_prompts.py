@@ -12,12 +12,16 @@ from mmserve.errors import ContextLengthExceededError, RequestError, TooManyImag
 from mmserve.prompt import Prompt
 from mmserve.request import SamplingParams
 from mmserve.server.engine_face import Generation
-from mmserve.server.history import Entry, Item, render
+from mmserve.server.history import Entry, History, Item, render
 from mmserve.server.realtime_items import cut_points, without
 from mmserve.server.realtime_session import Settings
 from mmserve.server.services import Services
 
 ANSWER_SHARE = 8  # an answer without limit gets one in so many tokens of the context, at least
+
+
+def _history(items: Sequence[Item], old: bool) -> History:
+    return History(tuple(Entry(item, old=old) for item in items))
 
 
 class Started(NamedTuple):
@@ -36,7 +40,7 @@ class Prompts:
         self._services = services
 
     async def _prompt(self, items: Sequence[Item], settings: Settings, old: bool) -> Prompt:
-        messages = await render([Entry(i, old=old) for i in items], settings.instructions)
+        messages = await render(_history(items, old), settings.instructions)
         calling = settings.calling
         return await self._services.engine.prepare(
             messages, tools=calling.described, constraint=settings.params.constraint
@@ -44,7 +48,7 @@ class Prompts:
 
     async def prefill(self, id: str, items: Sequence[Item], settings: Settings) -> Generation:
         """Compute what the next prompt begins with; behind every real turn."""
-        messages = await render([Entry(i) for i in items], settings.instructions)
+        messages = await render(_history(items, old=True), settings.instructions)
         engine = self._services.engine
         prompt = await engine.prepare(messages, tools=settings.calling.described)
         return engine.submit(id, prompt, SamplingParams(), prefill_only=True)

@@ -6,10 +6,11 @@ Shared by HTTP and WebSocket. Knows nothing of how events are delivered.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import replace
+from typing import Any
 
-from mmserve.errors import ContextLengthExceededError, RequestError, TooManyImagesError
+from mmserve.errors import RequestError, TooManyImagesError
 from mmserve.prompt import Prompt, TextPart
 from mmserve.server.blobs import Blob, MemoryBlob
 from mmserve.server.content import ImageRef, inline_bytes, uploaded
@@ -20,12 +21,15 @@ from mmserve.server.errors import (
     StorageUnavailableError,
 )
 from mmserve.server.event_log import EventLog
-from mmserve.server.history import Entry, Item, StoredImage, render
+from mmserve.server.history import History, Item, StoredImage
 from mmserve.server.job import Job
+from mmserve.server.layout import Layout
 from mmserve.server.responses_request import InputItem, ResponseRequest
 from mmserve.server.services import Services
+from mmserve.server.session_json import session_json
 from mmserve.server.store import Turn
 from mmserve.server.transcript import Transcript
+from mmserve.server.upkeep import Upkeep
 from mmserve.server.wire import new_id
 
 LOG_BYTES = 4 * 2**20  # of one response
@@ -99,31 +103,35 @@ class Responder:
             raise TooManyImagesError(
                 f"The request has {count} images; the limit is {limit}.", param="input"
             )
-        return tuple([await self._item(item, store) for item in request.items])
+        items = [await self._item(item, store) for item in request.items]
+        texts = ["\n".join(p.text for p in i.parts if isinstance(p, TextPart)) for i in items]
+        counts = await self._services.engine.count(texts)
+        return tuple(
+            item if item.tokens else replace(item, tokens=count)
+            for item, count in zip(items, counts, strict=True)
+        )
 
     async def count(self, request: ResponseRequest) -> Prompt:
         """The prompt this request would make; nothing is stored."""
         parent = self._parent(request.previous_response_id)
         items = await self._items(request, store=False)
-        entries = (parent.history() if parent else []) + [Entry(i, old=False) for i in items]
-        messages = await render(entries, request.instructions)
-        return await self._services.engine.prepare(messages, tools=request.calling.described)
+        return await self._layout(request).count(_history(parent, request).add(items))
 
     async def start(self, request: ResponseRequest, *, grace_s: float | None) -> Turn:
         """Check everything, submit, and return the turn with its running job."""
         self._services.check_ready()
         parent = self._parent(request.previous_response_id)
         items = await self._items(request, request.store)
-        old = parent.history() if parent else []
-        new = [Entry(item, old=False) for item in items]
+        history = _history(parent, request).add(items)
         id = new_id("resp")
-        generation, kept = await self._submit(id, request, old, new)
+        generation, laid = await self._layout(request).submit(id, history)
         # What was not to be stored must not reach the disk as the history of what is.
         durable = request.store and (parent is None or parent.durable)
-        turn = Turn(id, self._owner, items, parent, prefill=request.prefill, durable=durable)
-        if len(kept) < len(old):
-            turn.parent, turn.carried = None, tuple(kept)
-        job = self._run(turn, request, generation, grace_s)
+        turn = Turn(id, self._owner, laid.new, parent, prefill=request.prefill, durable=durable)
+        turn.session = laid.state
+        if laid is not history or (parent is not None and parent.kept is not None):
+            turn.parent, turn.base = None, laid.before
+        job = self._run(turn, request, generation, grace_s, session_json(laid, self._services.info))
         if request.store:
             await self._keep(turn, job)
         else:
@@ -141,26 +149,8 @@ class Responder:
             job.cancel()
             raise
 
-    async def _submit(
-        self, id: str, request: ResponseRequest, old: list[Entry], new: list[Entry]
-    ) -> tuple[Generation, list[Entry]]:
-        """Submit with as much history as fits; only `truncation: auto` gives any up."""
-        engine = self._services.engine
-        refused: RequestError | None = None
-        for kept in histories(old, request.truncate):
-            try:
-                messages = await render([*kept, *new], request.instructions)
-                prompt = await engine.prepare(
-                    messages,
-                    tools=request.calling.described,
-                    constraint=None if request.prefill else request.params.constraint,
-                )
-                generation = engine.submit(id, prompt, request.params, prefill_only=request.prefill)
-                return generation, kept
-            except (ContextLengthExceededError, TooManyImagesError) as error:
-                refused = error
-        assert refused is not None
-        raise refused
+    def _layout(self, request: ResponseRequest) -> Layout:
+        return Layout(self._services.engine, request)
 
     def _run(
         self,
@@ -168,18 +158,25 @@ class Responder:
         request: ResponseRequest,
         generation: Generation,
         grace_s: float | None,
+        session: dict[str, Any] | None,
     ) -> Job:
         services = self._services
         transcript = Transcript(
             turn.id,
-            request.head,
+            {**request.head, "session": session},
             calling=request.calling,
             prefill=request.prefill,
             logprobs=request.params.logprobs is not None,
         )
 
+        upkeep = Upkeep(services, request.instructions, request.calling.described)
+        whole: History | None = None  # where the conversation is cut at the end of this turn
+
         async def settle() -> None:
+            nonlocal whole
             turn.finish()
+            if transcript.status != "failed":
+                whole = upkeep.cut(turn, transcript.answer)
             try:
                 await services.responses.keep(turn)
             except StorageUnavailableError as error:
@@ -190,6 +187,8 @@ class Responder:
             turn.response = transcript.response()
             services.jobs.discard(job)
             services.responses.finished(turn)
+            if whole is not None and transcript.status != "failed":
+                services.spawn(upkeep.follow(turn, whole))
 
         log = EventLog(services.config.max_log_events, LOG_BYTES)
         job = Job(transcript, generation, log, grace_s=grace_s, on_done=on_done, settle=settle)
@@ -198,22 +197,7 @@ class Responder:
         return job
 
 
-def histories(old: list[Entry], truncate: bool) -> Iterator[list[Entry]]:
-    """What to try: all of it, then without the oldest 1, 2, 4, ... user turns. System items stay.
-
-    Doubling cuts more than needed now and then, so that the prefix stays stable between cuts.
-    """
-    yield old
-    starts = [i for i, entry in enumerate(old) if entry.item.role == "user"]
-    if not truncate or not starts:
-        return
-    count = 1
-    while count < len(starts):
-        yield _without(old, starts[count])
-        count *= 2
-    yield _without(old, len(old))
-
-
-def _without(old: list[Entry], start: int) -> list[Entry]:
-    kept = [entry for entry in old[:start] if entry.item.role == "system"]
-    return kept + [replace(entry, old=True) for entry in old[start:]]
+def _history(parent: Turn | None, request: ResponseRequest) -> History:
+    """What a request goes on from, under the policy that it has or inherits."""
+    history = History() if parent is None else parent.history()
+    return replace(history, state=request.policy.apply(history.state))

@@ -26,6 +26,7 @@ from mmserve.server.sampling import (
     text_only,
     unsupported,
 )
+from mmserve.server.session_json import INHERITED, PolicyChange, parse_policy
 from mmserve.server.wire import new_id
 
 MAX_ID = 64  # characters; a longer id of a client is replaced
@@ -59,6 +60,7 @@ class ResponseRequest:
     background: bool
     prefill: bool
     truncate: bool
+    policy: PolicyChange = INHERITED
 
 
 def _id(item: Fields, prefix: str) -> str:
@@ -208,4 +210,5 @@ def parse_response_request(body: dict[str, Any], info: ModelInfo) -> ResponseReq
         background=head["background"],
         prefill=prewarm or not fields.flag("generate", True),
         truncate=head["truncation"] == "auto",
+        policy=parse_policy(fields, info),
     )

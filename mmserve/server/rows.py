@@ -14,10 +14,11 @@ import sqlalchemy as sa
 
 from mmserve.prompt import TextPart
 from mmserve.server.blobs import Blob
-from mmserve.server.history import Entry, Item, StoredImage
+from mmserve.server.history import Entry, History, Item, StoredImage
 from mmserve.server.journal import Change
 
 FindBlob = Callable[[bytes], Blob]  # raises KeyError
+TOKEN_CHARACTERS = 4  # of English text
 
 _tables = sa.MetaData()
 TURNS = sa.Table(
@@ -31,6 +32,7 @@ TURNS = sa.Table(
     sa.Column("expires_at", sa.Float(53)),  # seconds since 1970
     sa.Column("question", sa.Text),
     sa.Column("answer", sa.Text),  # once ended
+    sa.Column("session", sa.Text),
 )
 FILES = sa.Table(
     "files",
@@ -47,22 +49,28 @@ def to_text(body: dict[str, Any]) -> str:
     return json.dumps(body, separators=(",", ":"))
 
 
-def _part_json(part: TextPart | StoredImage) -> dict[str, Any]:
-    if isinstance(part, TextPart):
-        return {"text": part.text}
+def _image_json(image: StoredImage) -> dict[str, Any]:
     return {
-        "image": part.blob.digest.hex(),
-        "param": part.param,
-        "detail": part.detail,
-        "file_id": part.file_id,
+        "image": image.digest,
+        "param": image.param,
+        "detail": image.detail,
+        "file_id": image.file_id,
+        "number": image.number,
     }
 
 
-def _part(body: dict[str, Any], find: FindBlob) -> TextPart | StoredImage:
-    if "text" in body:
-        return TextPart(body["text"])
+def _image(body: dict[str, Any], find: FindBlob) -> StoredImage:
     blob = find(bytes.fromhex(body["image"]))
-    return StoredImage(blob, body["param"], body["detail"], body["file_id"])
+    number = body.get("number")  # none was written before version 3
+    return StoredImage(blob, body["param"], body["detail"], body["file_id"], number)
+
+
+def _part_json(part: TextPart | StoredImage) -> dict[str, Any]:
+    return {"text": part.text} if isinstance(part, TextPart) else _image_json(part)
+
+
+def _part(body: dict[str, Any], find: FindBlob) -> TextPart | StoredImage:
+    return TextPart(body["text"]) if "text" in body else _image(body, find)
 
 
 def _item_json(item: Item) -> dict[str, Any]:
@@ -72,17 +80,22 @@ def _item_json(item: Item) -> dict[str, Any]:
         "parts": [_part_json(part) for part in item.parts],
         "token_ids": item.token_ids,
         "call": item.call,
+        "tokens": item.tokens,
     }
 
 
 def _item(body: dict[str, Any], find: FindBlob) -> Item:
     tokens = body["token_ids"]
+    count = body.get("tokens")
+    if count is None:  # not counted before version 3
+        count = sum(len(part.get("text", "")) for part in body["parts"]) // TOKEN_CHARACTERS
     return Item(
         body["id"],
         body["role"],
         tuple(_part(part, find) for part in body["parts"]),
         None if tokens is None else tuple(tokens),
         body["call"],
+        count,
     )
 
 
@@ -103,6 +116,19 @@ def entries(bodies: list[dict[str, Any]], find: FindBlob) -> tuple[Entry, ...]:
     return tuple(Entry(_item(body, find), body["open"]) for body in bodies)
 
 
+def history_json(history: History) -> dict[str, Any]:
+    return {
+        "carried": entries_json(history.entries),
+        "images": [_image_json(image) for image in history.images],
+    }
+
+
+def history(body: dict[str, Any], find: FindBlob) -> History:
+    """Without its state. Raises KeyError where an image is lost."""
+    images = body.get("images", [])  # none were kept before version 3
+    return History(entries(body["carried"], find), tuple(_image(image, find) for image in images))
+
+
 # Changes
 
 
@@ -114,8 +140,8 @@ def remove_file(id: str) -> Change:
     return lambda connection: connection.execute(FILES.delete().where(FILES.c.id == id))
 
 
-def end_turn(id: str, answer: str) -> Change:
-    change = TURNS.update().where(TURNS.c.id == id).values(answer=answer)
+def change_turn(id: str, **values: Any) -> Change:
+    change = TURNS.update().where(TURNS.c.id == id).values(values)
     return lambda connection: connection.execute(change)
 
 

@@ -6,8 +6,10 @@ Also who is asking: `owner_of` names the key behind a request without holding th
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import HTTPConnection
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from mmserve.server.store import ResponseStore
 
 
+log = logging.getLogger("mmserve.server")
+
+
 @dataclass
 class Services:
     """The parts of one running server."""
@@ -38,6 +43,7 @@ class Services:
     draining: bool = False
     started: asyncio.Future[None] | None = None  # the engine's start, once the server runs
     jobs: set[Job] = field(default_factory=set)  # running
+    background: set[asyncio.Task[None]] = field(default_factory=set)  # nobody waits for these
     sockets: dict[str, int] = field(default_factory=dict)  # open WebSockets by owner
 
     @property
@@ -46,6 +52,17 @@ class Services:
         if self.engine.status == "loading":
             raise ModelLoadingError("The model is still loading.")
         return self.engine.info
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it beside all else; it ends with the server at the latest, and its fault is logged."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self._spawned)
+
+    def _spawned(self, task: asyncio.Task[None]) -> None:
+        self.background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("work in the background failed", exc_info=error)
 
     def status(self) -> str:
         """loading | ok | draining | dead."""

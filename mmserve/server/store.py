@@ -21,10 +21,11 @@ from mmserve.prompt import TextPart
 from mmserve.server import rows
 from mmserve.server.blobs import BlobStore
 from mmserve.server.errors import NotFoundError, StorageUnavailableError
-from mmserve.server.history import Entry, Item
+from mmserve.server.history import Entry, History, Item, number
 from mmserve.server.job import Job
 from mmserve.server.journal import Database, Journal, NoJournal
 from mmserve.server.transcript import Transcript, function_call_json
+from mmserve.session import SessionState
 
 log = logging.getLogger("mmserve.server")
 
@@ -34,16 +35,20 @@ INTERRUPTED = "The server stopped while it wrote this response."
 
 @dataclass(eq=False)
 class Turn:
-    """One response with what it answered. `carried`: history kept when older turns were cut off.
+    """One response with what it answered.
 
-    `durable` where it and all before it may be written to the disk.
+    `durable` where it and all before it may be written to the disk. `base`: what is held of a
+    conversation whose older turns were cut off; `session`: what the prompt was made by; `kept`:
+    what is held after this turn, where it was cut at its end.
     """
 
     id: str
     owner: str
     items: tuple[Item, ...]
     parent: Turn | None = None
-    carried: tuple[Entry, ...] = ()
+    base: History = History()
+    session: SessionState = SessionState()
+    kept: History | None = None
     prefill: bool = False
     durable: bool = True
     removed: bool = False
@@ -81,21 +86,23 @@ class Turn:
                 if len(self.outputs) == 1 and self.outputs[0].call is None:
                     self.outputs = self.spoken
 
-    def history(self) -> list[Entry]:
-        """Everything up to and including this turn, oldest first."""
+    def history(self) -> History:
+        """What a turn that continues this one is laid on."""
+        if self.kept is not None:
+            return self.kept
         chain: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
             chain.append(turn)
             turn = turn.parent
-        entries = list(chain[-1].carried)
+        entries = list(chain[-1].base.entries)
         for turn in reversed(chain):
             entries += [Entry(item) for item in turn.items]
             if turn.spoken:
                 entries += [Entry(item) for item in turn.spoken]
             elif turn.prefill and entries:
                 entries[-1] = Entry(entries[-1].item, open=True)
-        return entries
+        return History(tuple(entries), chain[-1].base.images, self.session)
 
 
 def _outputs(transcript: Transcript) -> tuple[Item, ...]:
@@ -107,13 +114,14 @@ def _outputs(transcript: Transcript) -> tuple[Item, ...]:
         assert format is not None
         text = TextPart(format.call(call.name, call.arguments))
         items.append(Item(id, "assistant", (text,), call=function_call_json(call)))
+    items[0] = replace(items[0], tokens=len(answer.token_ids))  # of all of them together
     return tuple(items)
 
 
 def _turn_row(turn: Turn) -> dict[str, Any]:
     question = {
         "items": rows.items_json(turn.items),
-        "carried": rows.entries_json(turn.carried),
+        **rows.history_json(turn.base),
         "prefill": turn.prefill,
         "response": turn.current(),
     }
@@ -124,7 +132,15 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
         "hidden": False,
         "expires_at": turn.expires_at,
         "question": rows.to_text(question),
+        "session": _session_text(turn),
     }
+
+
+def _session_text(turn: Turn) -> str:
+    body: dict[str, Any] = {"state": turn.session.to_json(), "kept": None}
+    if turn.kept is not None:
+        body["kept"] = {**rows.history_json(turn.kept), "state": turn.kept.state.to_json()}
+    return rows.to_text(body)
 
 
 def _answer_json(outputs: Iterable[Item], spoken: Iterable[Item], response: dict[str, Any]) -> str:
@@ -156,7 +172,7 @@ class ResponseStore:
         """Take in a turn that has begun. Raises `StorageUnavailableError`."""
         turn.expires_at = time.time() + self.config.store_ttl_s
         if turn.parent is not None and turn.parent.removed:
-            turn.carried, turn.parent = tuple(turn.parent.history()), None
+            turn.base, turn.parent = turn.parent.history(), None
         self._turns[turn.id] = turn
         self._index(turn.owner, turn.items)
         if turn.durable:
@@ -177,7 +193,16 @@ class ResponseStore:
             assert turn.job is not None
             response = turn.job.transcript.response()
             answer = _answer_json(turn.outputs, turn.spoken, response)
-            await self.journal.write(rows.end_turn(turn.id, answer))
+            session = _session_text(turn)
+            await self.journal.write(rows.change_turn(turn.id, answer=answer, session=session))
+
+    async def keep_session(self, turn: Turn) -> None:
+        """A turn's `session` and `kept` as they are now last once this returns.
+
+        Raises `StorageUnavailableError`.
+        """
+        if turn.durable and turn.id in self._turns:
+            await self.journal.write(rows.change_turn(turn.id, session=_session_text(turn)))
 
     def _index(self, owner: str, items: Iterable[Item]) -> None:
         for item in items:
@@ -259,7 +284,8 @@ class ResponseStore:
             known[turn.id] = turn
             if row.answer is None:
                 assert turn.response is not None
-                database.write_now(rows.end_turn(turn.id, _answer_json((), (), turn.response)))
+                answer = _answer_json((), (), turn.response)
+                database.write_now(rows.change_turn(turn.id, answer=answer))
             if not row.hidden:
                 self._turns[turn.id] = turn
                 self._index(turn.owner, (*turn.items, *turn.outputs))
@@ -271,11 +297,22 @@ class ResponseStore:
             row.owner,
             rows.items(question["items"], find),
             None if row.parent_id is None else known[row.parent_id],
-            rows.entries(question["carried"], find),
-            question["prefill"],
+            prefill=question["prefill"],
             removed=row.hidden,
             expires_at=row.expires_at,
+            base=rows.history(question, find),
         )
+        if row.session is None:  # written before version 3
+            count = 0 if turn.parent is None else turn.parent.session.num_images
+            count += sum(len(entry.item.images) for entry in turn.base.entries)
+            turn.items, count = number(turn.items, count)
+            turn.session = SessionState(num_images=count)
+        else:
+            session = json.loads(row.session)
+            turn.session = SessionState.from_json(session["state"])
+            if (kept := session["kept"]) is not None:
+                state = SessionState.from_json(kept["state"])
+                turn.kept = replace(rows.history(kept, find), state=state)
         if row.answer is None:
             error = {"code": "server_error", "message": INTERRUPTED}
             turn.response = question["response"] | {"status": "failed", "error": error}

@@ -82,7 +82,8 @@ class Running:
 
     def idle(self) -> bool:
         """True once nothing runs and every response has its last status."""
-        return eventually(lambda: not self.engine.running and not self.services.jobs)
+        services = self.services
+        return eventually(lambda: not (self.engine.running or services.jobs or services.background))
 
     def read_by(self, count: int) -> bool:
         """True once the server knows of so many readers of its running responses."""

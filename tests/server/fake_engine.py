@@ -113,7 +113,7 @@ class FakeGeneration:
     async def _aborted_before(self, word: int) -> bool:
         """Wait until word number `word` may be said; True when aborted meanwhile."""
         await asyncio.sleep(0)  # readers hear each word before the next
-        while self._engine.holds(word) and not self._aborted.is_set():
+        while self._engine.holds(self.id, word) and not self._aborted.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), LOOK_S)
         return self._aborted.is_set()
@@ -130,7 +130,7 @@ class FakeGeneration:
             yield self._end(FinishReason.ABORT if aborted else FinishReason.STOP, 0)
             return
         limit = self._params.max_tokens
-        words = re.findall(r"\s*\S+", self._engine.answer(self._prompt))
+        words = re.findall(r"\s*\S+", self._engine.answer(self.id, self._prompt))
         for count, word in enumerate(words):
             if limit is not None and count == limit:
                 yield self._end(FinishReason.LENGTH, count)
@@ -138,7 +138,8 @@ class FakeGeneration:
             if await self._aborted_before(count):
                 yield self._end(FinishReason.ABORT, count)
                 return
-            if "crash" in word:
+            broken = self._engine.broken
+            if "crash" in word or (broken is not None and self.id.startswith(broken)):
                 yield self._end(FinishReason.ERROR, count, "the engine tripped")
                 return
             logprobs: tuple[TokenLogprob, ...] = ()
@@ -153,13 +154,17 @@ class FakeGeneration:
 class FakeEngine:
     """`script`: the answer to every prompt; otherwise the last message is echoed.
 
-    `hold_at`: the number of words after which every generation waits until this is raised or None.
+    `hold_at`: the number of words after which every generation whose id begins with `held` waits
+    until this is raised or None. `broken`: generations whose ids begin so fail.
     """
 
     info: FakeInfo = field(default_factory=FakeInfo)
     metrics: FakeMetrics = field(default_factory=FakeMetrics)
     status: str = "ok"
     hold_at: int | None = None
+    held: str = ""
+    broken: str | None = None
+    summary: str = "they met"
     script: str | None = None
     queue_full: bool = False
     num_prepared: int = 0
@@ -171,6 +176,7 @@ class FakeEngine:
     streaming: list[Streaming | None] = field(default_factory=list)
     pinned: set[ImageId] = field(default_factory=set)
     max_pinned: int = 4
+    ids: list[str] = field(default_factory=list)
     prepared: list[tuple[tuple[Any, ...], Constraint | None]] = field(default_factory=list)
     _last: dict[int, tuple[Prompt, list[Message]]] = field(default_factory=dict, repr=False)
 
@@ -248,6 +254,9 @@ class FakeEngine:
     def unpin_image(self, image: ImageId) -> None:
         self.pinned.discard(image)
 
+    async def count(self, texts: Sequence[str]) -> list[int]:
+        return [len(encode(text)) for text in texts]
+
     def submit(
         self,
         request_id: str,
@@ -266,14 +275,17 @@ class FakeEngine:
         self.streaming.append(streaming)
         if prefill_only:
             self.prefills.append(self.prompts[-1])
+        self.ids.append(request_id)
         return FakeGeneration(self, request_id, prompt, params, prefill_only)
 
-    def holds(self, word: int) -> bool:
+    def holds(self, id: str, word: int) -> bool:
         """Whether a generation must not yet say its word of this number, from 0."""
         limit = self.hold_at
-        return limit is not None and word >= limit
+        return limit is not None and word >= limit and id.startswith(self.held)
 
-    def answer(self, prompt: Prompt) -> str:
+    def answer(self, request_id: str, prompt: Prompt) -> str:
+        if request_id.startswith("summary"):
+            return self.summary
         if self.script is not None:
             return self.script
         words = []

@@ -1,0 +1,124 @@
+"""What is done for a conversation once a turn has ended: cut, summarised and computed anew, so that
+the next turn need not wait for it.
+
+Owns the order of these and the model's request for a summary. Knows nothing of readers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mmserve.errors import RequestError
+from mmserve.prompt import Message, Prompt, TextPart
+from mmserve.request import FinishReason, SamplingParams
+from mmserve.server.answer import Answer
+from mmserve.server.errors import StorageUnavailableError
+from mmserve.server.history import History, render
+from mmserve.server.services import Services
+from mmserve.server.store import Turn
+from mmserve.server.window import Budget, dropped, trim
+from mmserve.server.wire import new_id
+
+log = logging.getLogger("mmserve.server")
+
+SUMMARY_TOKENS = 128
+ASK = (
+    "Summarise the conversation so far in a few short sentences, for someone who goes on with it: "
+    "names, facts, numbers, decisions, open questions. Write the summary only."
+)
+PREFILL = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    """For one turn: `instructions` and `tools` are those that it was asked with."""
+
+    services: Services
+    instructions: str | None
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def cut(self, turn: Turn, answer: Answer) -> History | None:
+        """At the end of a turn: where another one would not fit the window, decide what is kept.
+
+        Returns the whole history where it was cut.
+        """
+        policy = turn.session.policy
+        if policy is None:
+            return None
+        budget = Budget.of(policy, self.services.info.max_model_len)
+        images = answer.usage.image_tokens
+        text = answer.usage.prompt_tokens - images + len(answer.token_ids)
+        if budget.holds_more(text, images):
+            return None
+        whole = turn.history()
+        kept = trim(whole, budget, text, images)
+        if kept is whole:
+            return None
+        turn.kept = kept
+        return whole
+
+    async def follow(self, turn: Turn, whole: History) -> None:
+        """After `cut`, once the turn is kept: the summary, then the new layout's KV."""
+        assert turn.kept is not None
+        policy = turn.kept.state.policy
+        if policy is not None and policy.summary:
+            if turn.kept.state.dropped > whole.state.dropped:  # not images alone
+                window = Budget.of(policy, self.services.info.max_model_len).window
+                limit = min(SUMMARY_TOKENS, window // 8)
+                await self._summarise(turn, dropped(whole, turn.kept), limit)
+        await self.prefill(turn.history())
+
+    async def _summarise(self, turn: Turn, gone: History, limit: int) -> None:
+        try:
+            text, missing = await self._ask(gone, limit), None
+        except RequestError as error:
+            text, missing = "", f"The summary could not be written: {error.message}"
+        assert turn.kept is not None
+        state = turn.kept.state  # it may have changed meanwhile
+        if text:
+            state = replace(state, summary=text, missing=None)
+        else:
+            state = replace(state, missing=missing or "The model wrote an empty summary.")
+        turn.kept = replace(turn.kept, state=state)
+        try:
+            await self.services.responses.keep_session(turn)
+        except StorageUnavailableError:
+            log.warning("the summary of %s is not stored", turn.id)
+
+    async def _ask(self, gone: History, limit: int) -> str:
+        """The dropped turns are a prefix of what was just computed, and so is their KV."""
+        messages = await render(gone, self.instructions)
+        messages.append(Message("user", (TextPart(ASK),)))
+        prompt = await self._prepare(messages)
+        params = SamplingParams(max_tokens=limit, temperature=0.0)
+        generation = self.services.engine.submit(new_id("summary"), prompt, params)
+        pieces: list[str] = []
+        try:
+            async for event in generation:
+                pieces.append(event.text)
+                if event.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                    raise RequestError(event.error or "The generation was stopped.")
+        finally:
+            generation.abort()
+        return "".join(pieces).strip()
+
+    async def prefill(self, history: History) -> None:
+        """Compute the KV of a layout, behind all that is asked for; a refusal is no harm."""
+        try:
+            prompt = await self._prepare(await render(history, self.instructions))
+            id = new_id("prefill")
+            generation = self.services.engine.submit(id, prompt, PREFILL, prefill_only=True)
+        except RequestError as error:
+            log.info("a new layout is not computed ahead: %s", error.message)
+            return
+        try:
+            async for _ in generation:
+                pass
+        finally:
+            generation.abort()
+
+    async def _prepare(self, messages: list[Message]) -> Prompt:
+        return await self.services.engine.prepare(messages, tools=self.tools)

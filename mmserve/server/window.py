@@ -1,0 +1,139 @@
+"""Where a history is cut: sizes of its items, which of them go, and what is said about it.
+
+Owns the step from a policy's words to a shorter history. Knows nothing of engines or storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mmserve.server.history import Entry, History, StoredImage
+from mmserve.session import Line, SessionPolicy, plan_cut, turns
+
+MIN_WINDOW = 32  # text tokens
+MESSAGE_TOKENS = 5  # about what a template writes around a message
+LABEL_TOKENS = 5  # and around an image
+NOT_READY = "The summary was not ready when the conversation went on."
+
+
+def largest_window(max_model_len: int) -> int:
+    """The most text tokens that a policy may ask for; images and answers take the rest."""
+    return max_model_len * 3 // 4
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a conversation may hold, in tokens."""
+
+    window: int  # of text
+    room: int  # of images
+
+    @classmethod
+    def of(cls, policy: SessionPolicy, max_model_len: int) -> Budget:
+        window = policy.window or largest_window(max_model_len)
+        return cls(window, max_model_len - window)
+
+    def holds(self, text: int, images: int) -> bool:
+        return text <= self.window and images <= self.room
+
+    def holds_more(self, text: int, images: int) -> bool:
+        """Whether there is room for another question, too: an eighth of each."""
+        return self.holds(text + self.window // 8, images + self.room // 8)
+
+    def max_images(self, count: int, each: int) -> int | None:
+        """How many of `count` images of `each` tokens may stay: where they have outgrown their
+        room, half of what it takes, so that cuts are rare. None: any number."""
+        if not each:
+            return None
+        full = count * each > self.room - self.room // 8
+        return self.room // (2 * each) if full else self.room // each
+
+
+def line(entry: Entry) -> Line:
+    """An entry as a cut sees it."""
+    item = entry.item
+    images = tuple(image.digest for image in item.images)
+    tokens = item.tokens + MESSAGE_TOKENS + LABEL_TOKENS * len(images)
+    return Line(item.role, tokens, images)
+
+
+def text_tokens(history: History) -> int:
+    """About as many as its prompt has; instructions, tools and a summary come on top."""
+    return sum(line(entry).tokens for entry in history.entries) + LABEL_TOKENS * len(history.images)
+
+
+def num_turns(history: History) -> int:
+    return len(turns(_lines(history)))
+
+
+def _lines(history: History) -> list[Line]:
+    """The head, then the entries; those of the request that is being made are one, as they all
+    stay."""
+    digests = tuple(image.digest for image in history.images)
+    old = [line(entry) for entry in history.entries if entry.old]
+    new = [line(entry) for entry in history.entries if not entry.old]
+    if new:
+        images = tuple(digest for each in new for digest in each.images)
+        role = new[0].role if new[0].role != "system" else "user"
+        old.append(Line(role, sum(each.tokens for each in new), images))
+    return [Line("head", LABEL_TOKENS * len(digests), digests), *old]
+
+
+def cut(history: History, window: int, rest: int = 0, max_images: int | None = None) -> History:
+    """Without the oldest turns, see `plan_cut`; the same history where nothing can go."""
+    plan = plan_cut(history.state, _lines(history), window=window, rest=rest, max_images=max_images)
+    sources = [history.images, *(tuple(entry.item.images) for entry in history.entries)]
+    images = tuple(sources[i][k] for i, k in plan.images)
+    return _leave(history, plan.first - 1, images)
+
+
+def trim(history: History, budget: Budget, text: int, images: int) -> History:
+    """Cut once its prompt is known to have so many tokens of text and of images."""
+    count = len(history.shown)
+    limit = budget.max_images(count, images // count if count else 0)
+    return cut(history, budget.window, max(0, text - text_tokens(history)), limit)
+
+
+def _leave(history: History, first: int, images: tuple[StoredImage, ...]) -> History:
+    """What is left with entries from `first` on, system items, and these images of the others."""
+    before = history.entries[:first]
+    system = tuple(entry for entry in before if entry.item.role == "system")
+    gone = [entry for entry in before if entry.item.role != "system"]
+    if not gone and images == history.images:
+        return history
+    entries = (*system, *history.entries[first:])
+    left = replace(history, entries=entries, images=images)
+    state = history.state
+    policy = state.policy
+    state = replace(
+        state,
+        dropped=state.dropped + len(gone),
+        dropped_tokens=state.dropped_tokens + sum(entry.item.tokens for entry in gone),
+        dropped_images=state.dropped_images + len(history.shown) - len(left.shown),
+        missing=NOT_READY if gone and policy is not None and policy.summary else state.missing,
+    )
+    return replace(left, state=state)
+
+
+def dropped(whole: History, kept: History) -> History:
+    """The turns that a cut left out, on the layout that they were seen in."""
+    stay = next((entry for entry in kept.entries if entry.item.role != "system"), None)
+    first = next((i for i, e in enumerate(whole.entries) if e is stay), len(whole.entries))
+    return replace(whole, entries=whole.entries[:first])
+
+
+def shorter(history: History) -> Iterator[History]:
+    """All of it, then without the oldest 1, 2, 4, ... turns and their images, but for pinned ones.
+    System items stay, and so does what the request brings.
+
+    Doubling cuts more than needed now and then, so that the prefix stays stable between cuts.
+    """
+    yield history
+    starts = [start - 1 for start in turns(_lines(history))]
+    count = 1
+    while count < len(starts):
+        first = starts[count]
+        images = [*history.images, *(i for e in history.entries[:first] for i in e.item.images)]
+        yield _leave(history, first, tuple(i for i in images if i.digest in history.state.pinned))
+        count = count + 1 if count == len(starts) - 1 else min(2 * count, len(starts) - 1)
