@@ -130,7 +130,9 @@ class FakeGeneration:
             yield self._end(FinishReason.ABORT if aborted else FinishReason.STOP, 0)
             return
         limit = self._params.max_tokens
-        words = re.findall(r"\s*\S+", self._engine.answer(self.id, self._prompt))
+        summary = self.id.startswith("summary")
+        said = self._engine.summary if summary else self._engine.answer(self._prompt)
+        words = re.findall(r"\s*\S+", said)
         for count, word in enumerate(words):
             if limit is not None and count == limit:
                 yield self._end(FinishReason.LENGTH, count)
@@ -283,9 +285,7 @@ class FakeEngine:
         limit = self.hold_at
         return limit is not None and word >= limit and id.startswith(self.held)
 
-    def answer(self, request_id: str, prompt: Prompt) -> str:
-        if request_id.startswith("summary"):
-            return self.summary
+    def answer(self, prompt: Prompt) -> str:
         if self.script is not None:
             return self.script
         words = []

@@ -58,7 +58,7 @@ def ask(running: Running, text: str, *images: str, **body: Any) -> dict[str, Any
 
 
 def talk(running: Running, count: int, first: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
-    """`count` turns of some 140 tokens, one picture each, behind each other; `first` has the policy."""
+    """`count` turns of some 140 tokens and a picture; `first`: fields of the first."""
     turns: list[dict[str, Any]] = []
     for i in range(count):
         parent = {"previous_response_id": turns[-1]["id"]} if turns else first
