@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ABSENT = "absent"
 
@@ -13,7 +13,7 @@ class ImageId:
     computes an image otherwise in company; `num_tokens`: None until it has been looked at."""
 
     digests: tuple[bytes, ...]
-    num_tokens: int | None = None
+    num_tokens: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

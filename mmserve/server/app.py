@@ -18,13 +18,14 @@ from starlette.middleware.cors import CORSMiddleware
 import mmserve
 from mmserve.config import ServerConfig
 from mmserve.errors import RequestError
-from mmserve.server import chat, files, ops, realtime, responses, responses_ws
+from mmserve.server import chat, conversation_images, files, ops, realtime, responses, responses_ws
 from mmserve.server.auth import Guard
 from mmserve.server.blobs import BlobStore
 from mmserve.server.engine_face import EngineFace
 from mmserve.server.envelope import Envelope
 from mmserve.server.errors import on_http_exception, on_request_error
 from mmserve.server.files import FileStore
+from mmserve.server.image_keeper import ImageKeeper
 from mmserve.server.journal import Database, Journal, NoJournal
 from mmserve.server.page import Page
 from mmserve.server.server_metrics import ServerMetrics
@@ -41,7 +42,8 @@ def _services(engine: EngineFace, config: ServerConfig) -> Services:
     journal: Journal = database or NoJournal()
     blobs = BlobStore(None if folder is None else folder / "blobs", journal)
     files = FileStore(blobs, config, journal)
-    responses = ResponseStore(config, blobs, journal)
+    images = ImageKeeper(engine)
+    responses = ResponseStore(config, blobs, journal, on_pins=images.moved)
     if database is not None:
         files.restore(database)
         responses.restore(database)
@@ -53,6 +55,7 @@ def _services(engine: EngineFace, config: ServerConfig) -> Services:
         files=files,
         responses=responses,
         metrics=ServerMetrics(),
+        images=images,
     )
 
 
@@ -63,12 +66,19 @@ async def _sweep(services: Services) -> None:
         await asyncio.sleep(SWEEP_S)
 
 
+async def _pin_again(services: Services, starting: asyncio.Future[None]) -> None:
+    await asyncio.wait((starting,))
+    if not starting.cancelled() and starting.exception() is None:
+        await services.images.pin_again(services.responses.pinned())
+
+
 @contextlib.asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     services: Services = app.state.services
     services.blobs.open()
     # Started beside the server, so that /health can say "loading" meanwhile.
     starting = services.started = asyncio.ensure_future(services.engine.start())
+    services.spawn(_pin_again(services, starting))
     sweeping = asyncio.ensure_future(_sweep(services))
     try:
         yield
@@ -121,6 +131,7 @@ def create_app(
             *files.ROUTES,
             *chat.ROUTES,
             *responses.ROUTES,
+            *conversation_images.ROUTES,
             *responses_ws.ROUTES,
             *realtime.ROUTES,
         ],

@@ -19,17 +19,21 @@ from mmserve.server.services import Services
 
 DETAILS = ("auto", "low", "high", "original")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+MAX_INDEX = 2**20
 OTHER_PARTS = ("input_audio", "audio", "video_url", "input_video", "video")
 
 
 @dataclass(frozen=True)
 class ImageRef:
-    """An image a request points at: a URL or a file id, and the field that names it."""
+    """An image a request points at: by URL, file id, or the id of an earlier item that has it (and
+    which of that item's images it is), and the field that names it."""
 
     param: str
     url: str | None = None
     file_id: str | None = None
     detail: str = "auto"
+    item_id: str | None = None
+    index: int | None = None
 
 
 Content = TextPart | ImageRef
@@ -58,10 +62,13 @@ def _image_url_part(part: Fields) -> ImageRef:
 
 def _input_image_part(part: Fields) -> ImageRef:
     detail = part.choice("detail", DETAILS, "auto")
-    url = part.get("image_url")
+    url, file_id = part.get("image_url"), part.get("file_id")
     if isinstance(url, dict):  # the Chat form inside a Responses part
         url = url.get("url")
-    return _image(url, part.get("file_id"), detail, part.path)
+    if url is None and file_id is None and part.get("item_id") is not None:
+        index = part.integer("index", 0, MAX_INDEX)
+        return ImageRef(part.path, None, None, detail, part.text("item_id"), index)
+    return _image(url, file_id, detail, part.path)
 
 
 def _file_part(part: Fields) -> ImageRef:
@@ -120,4 +127,6 @@ async def image_bytes(ref: ImageRef, services: Services, owner: str) -> bytes:
     """The encoded image, wherever it is."""
     if ref.file_id is not None:
         return await uploaded(ref, services, owner).read()
+    if ref.item_id is not None:
+        raise UnsupportedParameterError("Nothing is kept here; send the image.", param=ref.param)
     return inline_bytes(ref, services)

@@ -5,37 +5,49 @@ turns, of transports or of where items are kept.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from mmserve.prompt import ImagePart, Message, Part, TextPart, TokensPart
 from mmserve.server.blobs import Blob
 from mmserve.server.images import data_url
-from mmserve.session import SessionState
+from mmserve.session import Forgetting, SessionState
 
 SUMMARY = "Summary of the earlier part of this conversation, written by the model:"
+
+Forgotten = Mapping[str, Forgetting]  # by digest
+NOTHING: Forgotten = {}
+LEFT_OF: dict[Forgetting | None, Literal["shown", "marked", "gone"]] = {
+    None: "shown",
+    "mark": "marked",
+    "recompute": "gone",
+}
 
 
 @dataclass(frozen=True)
 class StoredImage:
     """An image of a stored turn; `param` is the field it came from, `number` what the conversation
-    calls it (None: one more than the one before it)."""
+    calls it (None: one more than the one before it), `item_id` the item that it came with."""
 
     blob: Blob
     param: str
     detail: str = "auto"
     file_id: str | None = None
     number: int | None = None
+    item_id: str | None = None
 
     @property
     def digest(self) -> str:
         """SHA-256 of the file, hexadecimal."""
         return self.blob.digest.hex()
 
-    async def message_part(self, old: bool) -> ImagePart:
+    async def message_part(self, old: bool, forgotten: Forgotten = NOTHING) -> ImagePart:
         """`old`: from an earlier request."""
         param = "previous_response_id" if old else self.param
-        return ImagePart(await self.blob.read(), param, earlier=old, number=self.number)
+        state = LEFT_OF[forgotten.get(self.digest)]
+        data = b"" if state == "gone" else await self.blob.read()
+        return ImagePart(data, param, earlier=old, number=self.number, state=state)
 
     async def to_json(self, with_url: bool) -> dict[str, Any]:
         part: dict[str, Any] = {"type": "input_image", "detail": self.detail}
@@ -85,14 +97,14 @@ class Item:
             "content": content,
         }
 
-    async def message_parts(self, old: bool) -> tuple[Part, ...]:
+    async def message_parts(self, old: bool, forgotten: Forgotten = NOTHING) -> tuple[Part, ...]:
         """As the prompt builder wants them; `old`: from an earlier request."""
         if self.token_ids is not None:
             return (TokensPart(self.token_ids),)
         parts: list[Part] = []
         for part in self.parts:
             if isinstance(part, StoredImage):
-                parts.append(await part.message_part(old))
+                parts.append(await part.message_part(old, forgotten))
             else:
                 parts.append(part)
         return tuple(parts)
@@ -106,7 +118,7 @@ def number(items: tuple[Item, ...], count: int) -> tuple[tuple[Item, ...], int]:
         for part in item.parts:
             if isinstance(part, StoredImage):
                 count += 1
-                part = replace(part, number=count)
+                part = replace(part, number=count, item_id=item.id)
             parts.append(part)
         numbered.append(replace(item, parts=tuple(parts)))
     return tuple(numbered), count
@@ -130,10 +142,13 @@ class History:
     state: SessionState = field(default_factory=SessionState)
 
     def add(self, items: tuple[Item, ...]) -> History:
-        """With the items of a new request."""
+        """With the items of a new request; a forgotten image that comes again is shown again."""
         items, count = number(items, self.state.num_images)
         entries = (*self.entries, *(Entry(item, old=False) for item in items))
-        return replace(self, entries=entries, state=replace(self.state, num_images=count))
+        state = replace(self.state, num_images=count)
+        for image in (image for item in items for image in item.images):
+            state = state.restore(image.digest)
+        return replace(self, entries=entries, state=state)
 
     @property
     def new(self) -> tuple[Item, ...]:
@@ -157,7 +172,8 @@ class History:
         if self.state.summary is not None:
             parts.append(TextPart(f"{SUMMARY}\n{self.state.summary}"))
         for image in self.images:
-            parts.append(await image.message_part(old=True))
+            if self.state.forgotten.get(image.digest) != "recompute":
+                parts.append(await image.message_part(True, self.state.forgotten))
         return tuple(parts)
 
 
@@ -171,7 +187,7 @@ async def render(history: History, instructions: str | None) -> list[Message]:
     head = await history.head()
     was_open = False
     for entry in history.entries:
-        parts = await entry.item.message_parts(entry.old)
+        parts = await entry.item.message_parts(entry.old, history.state.forgotten)
         role = entry.item.role
         if head and role != "system":
             messages.append(Message("user", head))

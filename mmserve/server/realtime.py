@@ -18,13 +18,13 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from mmserve.errors import RequestError, TooManyImagesError
 from mmserve.prompt import Message, TextPart
 from mmserve.server.ahead import Ahead
-from mmserve.server.blobs import Blob, MemoryBlob
-from mmserve.server.content import ImageRef, inline_bytes, uploaded
+from mmserve.server.content import ImageRef
 from mmserve.server.engine_face import Generation
 from mmserve.server.errors import RateLimitError, error_object, internal_error
 from mmserve.server.event_log import EventLog, LogEvictedError
 from mmserve.server.fields import Fields
 from mmserve.server.history import Item, StoredImage
+from mmserve.server.image_refs import of_item, sent
 from mmserve.server.job import Job
 from mmserve.server.realtime_events import TERMINAL, Reply, event
 from mmserve.server.realtime_items import Conversation, has_images, item_json
@@ -111,15 +111,12 @@ class RealtimeSession(SocketSession):
 
     # Items
 
-    def _stored(self, ref: ImageRef) -> StoredImage:
-        blob: Blob
-        if ref.file_id is not None:
-            blob = uploaded(ref, self.services, self._owner)
-        else:
-            blob = MemoryBlob(inline_bytes(ref, self.services))
-        return StoredImage(blob, ref.param, ref.detail, ref.file_id)
+    async def _image(self, ref: ImageRef) -> StoredImage:
+        if ref.item_id is not None:
+            return of_item(ref, self._conversation.get(ref.item_id, ref.param).item)
+        return await sent(ref, self.services, self._owner, store=False)
 
-    def _item(self, parsed: InputItem) -> Item:
+    async def _item(self, parsed: InputItem) -> Item:
         if parsed.reference is not None:
             return self._conversation.get(parsed.reference, parsed.param).item
         limit = self.services.info.image_limits.max_images
@@ -127,10 +124,10 @@ class RealtimeSession(SocketSession):
             raise TooManyImagesError(f"An item may have {limit} images.", param=parsed.param)
         parts: list[TextPart | StoredImage] = []
         for part in parsed.content:
-            parts.append(self._stored(part) if isinstance(part, ImageRef) else part)
+            parts.append(await self._image(part) if isinstance(part, ImageRef) else part)
         return Item(parsed.id, parsed.role, tuple(parts), call=parsed.call)
 
-    def _new_item(self, fields: Fields) -> Item:
+    async def _new_item(self, fields: Fields) -> Item:
         parsed = parse_item(fields.required("item"), "item", self.services.info)
         if parsed is None or parsed.reference is not None:
             raise RequestError("An item is a message, a call or its output.", param="item.type")
@@ -141,10 +138,10 @@ class RealtimeSession(SocketSession):
         id = fields.object("item").text("id")
         if id is not None and not 0 < len(id) <= MAX_ID:
             raise RequestError(f"An item's id is 1 to {MAX_ID} characters.", param="item.id")
-        return self._item(parsed)
+        return await self._item(parsed)
 
     async def _create_item(self, fields: Fields) -> None:
-        item, previous = self._new_item(fields), fields.text("previous_item_id")
+        item, previous = await self._new_item(fields), fields.text("previous_item_id")
         conversation = self._conversation
         conversation.check(item, previous)
         if has_images(item):  # refused now rather than by the next response
@@ -236,7 +233,7 @@ class RealtimeSession(SocketSession):
         """Submit; what finds no room in the conversation is left out of it from now on."""
         id = new_id("resp")
         if wish.input is not None:
-            items = [self._item(parsed) for parsed in wish.input]
+            items = [await self._item(parsed) for parsed in wish.input]
             return await self._prompts.start(id, items, wish.settings, old=False), id
         items = self._conversation.context()
         started = await self._prompts.start(id, items, wish.settings)

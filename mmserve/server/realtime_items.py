@@ -14,7 +14,7 @@ from mmserve.config import MIB
 from mmserve.errors import RequestError
 from mmserve.prompt import TextPart
 from mmserve.server.errors import NotFoundError, RequestTooLargeError
-from mmserve.server.history import Item, StoredImage
+from mmserve.server.history import Item, StoredImage, number
 from mmserve.server.wire import new_id
 
 ROOT = "root"  # as a previous item: the beginning
@@ -48,6 +48,7 @@ class Conversation:
     def __init__(self) -> None:
         self.id = new_id("conv")
         self._places: list[Placed] = []
+        self._num_images = 0  # that have come in all: what the next is called does not change
 
     def __len__(self) -> int:
         return len(self._places)
@@ -100,6 +101,7 @@ class Conversation:
     def add(self, item: Item, previous: str | None = None) -> str | None:
         """Put a checked item behind `previous`, or at the end; returns the id before it."""
         index = self._index_after(previous)
+        (item,), self._num_images = number((item,), self._num_images)
         self._places.insert(index, Placed(item))
         return self._before(index)
 

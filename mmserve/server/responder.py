@@ -12,8 +12,7 @@ from typing import Any
 
 from mmserve.errors import RequestError, TooManyImagesError
 from mmserve.prompt import Prompt, TextPart
-from mmserve.server.blobs import Blob, MemoryBlob
-from mmserve.server.content import ImageRef, inline_bytes, uploaded
+from mmserve.server.content import ImageRef
 from mmserve.server.engine_face import Generation
 from mmserve.server.errors import (
     NotFoundError,
@@ -22,6 +21,7 @@ from mmserve.server.errors import (
 )
 from mmserve.server.event_log import EventLog
 from mmserve.server.history import History, Item, StoredImage
+from mmserve.server.image_refs import of_item, sent
 from mmserve.server.job import Job
 from mmserve.server.layout import Layout
 from mmserve.server.responses_request import InputItem, ResponseRequest
@@ -65,14 +65,15 @@ class Responder:
         return turn
 
     async def _image(self, ref: ImageRef, store: bool) -> StoredImage:
-        blob: Blob
-        if ref.file_id is not None:
-            blob = uploaded(ref, self._services, self._owner)
-        elif store:
-            blob = await self._services.blobs.put(inline_bytes(ref, self._services))
-        else:
-            blob = MemoryBlob(inline_bytes(ref, self._services))
-        return StoredImage(blob, ref.param, ref.detail, ref.file_id)
+        if ref.item_id is not None:
+            return of_item(ref, self._known(ref.item_id, store))
+        return await sent(ref, self._services, self._owner, store=store)
+
+    def _known(self, id: str, store: bool) -> Item | None:
+        """An item of this owner, or of this connection where nothing is stored of it."""
+        turns = () if store else self._local.values()
+        local = (item for turn in turns for item in turn.items if item.id == id)
+        return self._services.responses.item(id, self._owner) or next(local, None)
 
     async def _item(self, item: InputItem, store: bool) -> Item:
         if item.reference is not None:

@@ -56,13 +56,14 @@ def _image_json(image: StoredImage) -> dict[str, Any]:
         "detail": image.detail,
         "file_id": image.file_id,
         "number": image.number,
+        "item_id": image.item_id,
     }
 
 
 def _image(body: dict[str, Any], find: FindBlob) -> StoredImage:
     blob = find(bytes.fromhex(body["image"]))
-    number = body.get("number")  # none was written before version 3
-    return StoredImage(blob, body["param"], body["detail"], body["file_id"], number)
+    number, item_id = body.get("number"), body.get("item_id")  # not written before version 3
+    return StoredImage(blob, body["param"], body["detail"], body["file_id"], number, item_id)
 
 
 def _part_json(part: TextPart | StoredImage) -> dict[str, Any]:

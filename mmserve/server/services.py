@@ -21,6 +21,7 @@ from mmserve.server.journal import Journal
 
 if TYPE_CHECKING:
     from mmserve.server.files import FileStore
+    from mmserve.server.image_keeper import ImageKeeper
     from mmserve.server.job import Job
     from mmserve.server.server_metrics import ServerMetrics
     from mmserve.server.store import ResponseStore
@@ -40,6 +41,7 @@ class Services:
     files: FileStore
     responses: ResponseStore
     metrics: ServerMetrics
+    images: ImageKeeper
     draining: bool = False
     started: asyncio.Future[None] | None = None  # the engine's start, once the server runs
     jobs: set[Job] = field(default_factory=set)  # running
@@ -53,9 +55,15 @@ class Services:
             raise ModelLoadingError("The model is still loading.")
         return self.engine.info
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do it beside all else; it ends with the server at the latest, and its fault is logged."""
-        task = asyncio.get_running_loop().create_task(work)
+    def spawn(self, work: Coroutine[Any, Any, None], instead_of: str | None = None) -> None:
+        """Do it beside all else; it ends with the server at the latest, and its fault is logged.
+
+        `instead_of`: a name; what was begun under it before is cancelled.
+        """
+        task = asyncio.get_running_loop().create_task(work, name=instead_of)
+        for other in self.background if instead_of is not None else ():
+            if other.get_name() == instead_of:
+                other.cancel()
         self.background.add(task)
         task.add_done_callback(self._spawned)
 

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from mmserve.prompt import TextPart
 from mmserve.server import rows
 from mmserve.server.blobs import BlobStore
 from mmserve.server.errors import NotFoundError, StorageUnavailableError
-from mmserve.server.history import Entry, History, Item, number
+from mmserve.server.history import Entry, History, Item, StoredImage, number
 from mmserve.server.job import Job
 from mmserve.server.journal import Database, Journal, NoJournal
 from mmserve.server.transcript import Transcript, function_call_json
@@ -30,6 +30,7 @@ from mmserve.session import SessionState
 log = logging.getLogger("mmserve.server")
 
 LOG_BUDGET = 64 * MIB  # bytes of finished responses' event logs, all together
+NO_PINS: frozenset[str] = frozenset()
 INTERRUPTED = "The server stopped while it wrote this response."
 
 
@@ -72,6 +73,12 @@ class Turn:
     @property
     def active(self) -> bool:
         return self.response is None
+
+    def change(self, how: Callable[[SessionState], SessionState]) -> None:
+        """What turns that continue this one from now on go by."""
+        self.session = how(self.session)
+        if self.kept is not None:
+            self.kept = replace(self.kept, state=how(self.kept.state))
 
     def finish(self) -> None:
         """Take over what the job made."""
@@ -160,6 +167,8 @@ class ResponseStore:
     config: ServerConfig
     blobs: BlobStore
     journal: Journal = field(default_factory=NoJournal)
+    # Told how the images that a stored turn has pinned change: before, after.
+    on_pins: Callable[[frozenset[str], frozenset[str]], None] = lambda before, after: None
     _turns: OrderedDict[str, Turn] = field(default_factory=OrderedDict)
     _items: dict[tuple[str, str], Item] = field(default_factory=dict)
     _logs: OrderedDict[str, Turn] = field(default_factory=OrderedDict)
@@ -175,6 +184,7 @@ class ResponseStore:
             turn.base, turn.parent = turn.parent.history(), None
         self._turns[turn.id] = turn
         self._index(turn.owner, turn.items)
+        self.on_pins(NO_PINS, turn.session.pinned)
         if turn.durable:
             commit = self.journal.write(rows.insert(rows.TURNS, **_turn_row(turn)))
             self.expire()
@@ -203,6 +213,19 @@ class ResponseStore:
         """
         if turn.durable and turn.id in self._turns:
             await self.journal.write(rows.change_turn(turn.id, session=_session_text(turn)))
+
+    async def change_session(self, turn: Turn, how: Callable[[SessionState], SessionState]) -> None:
+        """As `Turn.change`, and for good once this returns. Raises `StorageUnavailableError`, and
+        nothing has changed."""
+        before = turn.session, turn.kept
+        turn.change(how)
+        self.on_pins(before[0].pinned, turn.session.pinned)
+        try:
+            await self.keep_session(turn)
+        except StorageUnavailableError:
+            self.on_pins(turn.session.pinned, before[0].pinned)
+            turn.session, turn.kept = before
+            raise
 
     def _index(self, owner: str, items: Iterable[Item]) -> None:
         for item in items:
@@ -250,6 +273,7 @@ class ResponseStore:
         for item in (*turn.items, *turn.outputs):
             self._items.pop((turn.owner, item.id), None)
         self._forget_log(turn.id)
+        self.on_pins(turn.session.pinned, NO_PINS)
 
     async def delete(self, turn: Turn) -> None:
         """As `remove`, and for good once this returns. Raises `StorageUnavailableError`."""
@@ -268,6 +292,13 @@ class ResponseStore:
         turn.removed = True
         self._forget(turn)
         self.journal.write(rows.remove_turn(id))
+
+    def pinned(self) -> Iterator[StoredImage]:
+        """The images that stored turns have pinned; one may come several times."""
+        for turn in list(self._turns.values()):
+            if turn.session.pinned:
+                images = turn.history().shown
+                yield from (image for image in images if image.digest in turn.session.pinned)
 
     def restore(self, database: Database) -> None:
         """Take in what an earlier process kept; what has expired goes with the next `expire`.
@@ -289,6 +320,7 @@ class ResponseStore:
             if not row.hidden:
                 self._turns[turn.id] = turn
                 self._index(turn.owner, (*turn.items, *turn.outputs))
+                self.on_pins(NO_PINS, turn.session.pinned)
 
     def _turn(self, row: sa.Row[Any], known: dict[str, Turn]) -> Turn:
         question, find = json.loads(row.question), self.blobs.find
