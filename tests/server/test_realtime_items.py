@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,8 +113,19 @@ def test_only_texts_are_cut_and_their_tokens_are_no_longer_exact() -> None:
     conversation.truncate("a", 1, 9)
     conversation.truncate("b", 0, 5)
     first, second = conversation.context()
-    assert first.parts == (image, TextPart("What is 狗"))
+    assert first.parts == (replace(image, number=1, item_id="a"), TextPart("What is 狗"))
     assert (second.parts, second.token_ids) == ((TextPart("A dog"),), None)
+
+
+def test_an_image_is_called_the_same_whatever_becomes_of_others() -> None:
+    conversation = Conversation()
+    image = StoredImage(MemoryBlob(b"png"), "p")
+    conversation.add(Item("a", "user", (image, image)))
+    conversation.add(Item("b", "user", (image,)))
+    conversation.delete("a")
+    conversation.add(Item("c", "user", (image,)), ROOT)
+    numbers = [image.number for item in conversation.context() for image in item.images]
+    assert numbers == [4, 3]
 
 
 def test_inline_images_count_and_uploads_do_not() -> None:
