@@ -28,7 +28,7 @@ from mmserve.kernels.attention import Scratch
 from mmserve.kernels.fused import Turns
 from mmserve.kernels.gemv import gemv
 from mmserve.kernels.launch import Launch
-from mmserve.kernels.reference import NOWHERE
+from mmserve.kernels.reference import NOWHERE, vision_slot
 from mmserve.kernels.work_builder import WorkBuilder
 from mmserve.model import cuda_layer
 from mmserve.model.adapter import Features
@@ -94,7 +94,8 @@ class CUDARunner(ModelRunner):
         if self._sliced and self.in_context and shows:
             raise ValueError("deterministic needs images that are computed by themselves")
         capped = any(of.softcap is not None for of in self.adapter.layers.values())
-        self._reads_densely = self._fused and not self._sliced and not capped
+        half = self.adapter.dtype.itemsize == 2  # what the library is quicker at than our kernels
+        self._reads_densely = self._fused and not self._sliced and not capped and half
         if not self._fused and not self.stock:
             fuse(self.lm, table=self.table, weights="dense")
         fuse_towers(self.adapter.model if self.stock else self.vision_model)
@@ -263,10 +264,14 @@ class CUDARunner(ModelRunner):
         for number, (builder, readers) in enumerate(
             zip(self._builders, layout.readers, strict=True)
         ):
-            alone = [] if captured else [r for r in readers if self._reads_itself(r)]
-            slots = rows[number - len(self.groups)]
-            dense.append(tuple(self._dense(reader, slots) for reader in alone))
-            paged = [r for r in readers if not self._reads_itself(r)] if alone else readers
+            slots, paged, alone = rows[number - len(self.groups)], readers, list[DenseChunk]()
+            if not captured:
+                itself = [self._reads_itself(reader, slots) for reader in readers]
+                alone = [
+                    self._dense(r, slots) for r, dense in zip(readers, itself, strict=True) if dense
+                ]
+                paged = [r for r, dense in zip(readers, itself, strict=True) if not dense]
+            dense.append(tuple(alone))
             how: dict[str, Any] = {"at": at, "share": self.shares, "long": not captured}
             sets.append(builder.build(paged, bucket, **how))
             at += len(sets[-1].body)
@@ -295,20 +300,28 @@ class CUDARunner(ModelRunner):
         self._scratch = Scratch(self._slots, self._heads, self._dim, self.device)
         self._work = torch.zeros(self._ints, dtype=torch.int32, device=self.device)
 
-    def _reads_itself(self, reader: work.Reader) -> bool:
+    def _reads_itself(self, reader: work.Reader, slots: Any) -> bool:
         """Whether a library's causal attention over the chunk alone is all it takes."""
         if reader.num_queries <= BUCKETS[-1] or not self._reads_densely:
             return False
         lo, hi, visual_lo, visual_hi = reader.matrix
-        causal = hi[0] == 1 and bool((np.diff(hi) == 1).all()) and not lo.any()
-        nothing_else = bool((visual_lo >= visual_hi).all()) and not reader.sink_tokens
-        return causal and nothing_else and self.adapter.dtype.itemsize == 2
+        visual = np.maximum(visual_hi - visual_lo, 0)
+        # Each row sees one token more than the row before it, text or image: its own.
+        seen = hi + visual
+        causal = seen[0] == 1 and bool((np.diff(seen) == 1).all())
+        whole = not lo.any() and not visual_lo[visual > 0].any() and not reader.sink_tokens
+        stored = bool((slots[reader.first_row :][: reader.num_queries] != NOWHERE).all())
+        return causal and whole and stored
 
     def _dense(self, reader: work.Reader, slots: Any) -> DenseChunk:
         first, count = reader.first_row, reader.num_queries
+        mine = slots[first : first + count].astype(np.int64)
         padded = np.zeros(-(-count // DENSE_MULTIPLE) * DENSE_MULTIPLE, np.int64)
-        padded[:count] = slots[first : first + count]
-        return DenseChunk(first, count, send(torch.from_numpy(padded), self.device))
+        padded[:count] = np.maximum(mine, 0)
+        own = np.flatnonzero(mine < NOWHERE)
+        parts = (padded, own, vision_slot(mine[own])) if len(own) else (padded,)
+        text, *images = (send(torch.from_numpy(part), self.device) for part in parts)
+        return DenseChunk(first, count, text, (images[0], images[1]) if images else None)
 
     def _upload(self, array: Any) -> None:
         tables = torch.from_numpy(array)

@@ -32,13 +32,16 @@ DENSE_MULTIPLE = 512  # keys of a dense chunk
 class DenseChunk(NamedTuple):
     """A long chunk that reads nothing but itself, causally: rows [first_row, first_row + num_rows).
 
-    `slots` [N] int64 are those of its keys, N >= num_rows a multiple of DENSE_MULTIPLE (any slot
-    stands for what is missing): the library prepares itself once for each length.
+    `slots` [N] int64 are those of its keys in the text pool, N >= num_rows a multiple of
+    DENSE_MULTIPLE (any slot stands for what is missing): the library prepares itself once for each
+    length. `images`: which of its rows are images' and their slots in the vision pool, int64 [M]
+    each.
     """
 
     first_row: int
     num_rows: int
     slots: Tensor
+    images: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,9 @@ class CUDAStep:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D] over what is stored -> [T, H, D]."""
-        group, out, (text, vision) = self.places[layer][0], torch.empty_like(q), self.pools(layer)
+        group, out, pools = self.places[layer][0], torch.empty_like(q), self.pools(layer)
         attention.paged_attention(
-            *(q, self.work, text, vision, self.rope, scale, self.scratch, out, self.launch),
+            *(q, self.work, *pools, self.rope, scale, self.scratch, out, self.launch),
             group=group,
             softcap=softcap,
             sinks=sinks,
@@ -104,15 +107,24 @@ class CUDAStep:
         for chunk in self.dense[group] if self.dense else ():
             assert softcap is None and sinks is None
             rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
-            out[rows] = _read_densely(chunk, q[rows], text, scale)
+            keys, values = (_gather(chunk, *both) for both in zip(*pools, strict=True))
+            out[rows] = _read_densely(chunk, q[rows], keys, values, scale)
         return out
 
 
+def _gather(chunk: DenseChunk, text: Tensor, vision: Tensor) -> Tensor:
+    """K or V of a chunk's rows from the pools [Hkv, pages, page_size, D] -> [1, Hkv, N, D]."""
+    found = text.flatten(1, 2).index_select(1, chunk.slots)
+    if chunk.images is not None:
+        rows, slots = chunk.images
+        found.index_copy_(1, rows, vision.flatten(1, 2).index_select(1, slots))
+    return found[None]
+
+
 def _read_densely(
-    chunk: DenseChunk, q: Tensor, text: tuple[Tensor, Tensor], scale: float
+    chunk: DenseChunk, q: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> Tensor:
     """q [num_rows, H, D] -> the same."""
-    keys, values = (pool.flatten(1, 2).index_select(1, chunk.slots)[None] for pool in text)
     asked = functional.pad(q, (0, 0, 0, 0, 0, len(chunk.slots) - chunk.num_rows))
     with sdpa_kernel(BACKENDS, set_priority=True):
         read = functional.scaled_dot_product_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from mmserve.engine.cuda_runner import CUDARunner
 from mmserve.engine.engine import Engine
 from mmserve.engine.graphs import Graphs
 from mmserve.engine.model_runner import ModelRunner
+from mmserve.model import cuda_step
 from mmserve.model.cuda_layer import CUDALayer
 from mmserve.model.weights import load
 from mmserve.request import SamplingParams, Segment, TextSegment
@@ -164,6 +166,39 @@ def test_public_checkpoints_answer_as_by_the_plain_runner(
     for (wanted, expected), (tokens, logits) in zip(*answers, strict=True):
         assert tokens == wanted
         torch.testing.assert_close(logits[: len(expected)], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["isolated", "prefix"])
+def test_long_chunks_that_read_themselves_are_read_by_the_library(
+    mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Text, an image by itself, an image in its context; what reads more stays with the pages."""
+    folder = families.build("qwen2_5_vl", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mmserve_vision_mode": mode}))
+    widths: list[tuple[int, int]] = []  # rows, and how many of them are images'
+
+    def seen(chunk: Any, *rest: Any) -> Tensor:
+        widths.append((chunk.num_rows, 0 if chunk.images is None else len(chunk.images[0])))
+        return read_densely(chunk, *rest)
+
+    read_densely = cuda_step._read_densely
+    monkeypatch.setattr(cuda_step, "_read_densely", seen)
+    monkeypatch.setattr(cuda_runner, "BUCKETS", (1, 2, 4))
+    family = Family("qwen2_5_vl", folder, open_border(folder))
+    answers = []
+    for build in (on_the_plain_runner, on_the_gpus_runner):
+        monkeypatch.setattr(engine_module, "build_runner", build)
+        driver = checkpoint_driver(folder)
+        if isinstance(driver.engine.runner, CUDARunner):
+            driver.engine.runner._reads_densely = True  # as it does in half precision
+        ids = [driver.submit(family.segments(driver, case), BRIEF) for case in ("text", "one")]
+        driver.run()
+        answers.append([torch.stack(driver.logits[i]).cpu() for i in ids])
+    for expected, logits in zip(*answers, strict=True):
+        torch.testing.assert_close(logits[: len(expected)], expected, rtol=1e-3, atol=1e-3)
+    assert any(not visual for _, visual in widths), "text alone"
+    assert any(visual and (visual == rows) is (mode == "isolated") for rows, visual in widths)
 
 
 class Replayed(Graphs):
