@@ -25,6 +25,7 @@ from mmserve.config import (
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
+    TierConfig,
 )
 
 
@@ -85,6 +86,36 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default=ImageLimits.max_images,
         metavar="N",
         help="images in one request",
+    )
+
+
+def _add_tier_flags(parser: argparse.ArgumentParser) -> None:
+    tiers = parser.add_argument_group("KV that has no room in the pools (docs/sessions.md)")
+    tiers.add_argument(
+        "--host-kv-bytes",
+        type=flags.budget,
+        help="of host memory, 0 for none (default: an eighth of it beside a GPU, else none)",
+    )
+    tiers.add_argument(
+        "--disk-kv-bytes",
+        type=flags.budget,
+        default=TierConfig.disk_bytes,
+        help="in the data folder, 0 for none (default: 4G)",
+    )
+    tiers.add_argument(
+        "--kv-object-store",
+        metavar="URL",
+        help="such as s3://bucket/folder; needs the extra `tiers`",
+    )
+
+
+def _tier_config(args: argparse.Namespace, folder: Path | None) -> TierConfig:
+    """`folder`: where data outlive the server."""
+    return TierConfig(
+        host_bytes=args.host_kv_bytes,
+        disk_bytes=args.disk_kv_bytes,
+        folder=None if folder is None else folder / "kv",
+        object_store=args.kv_object_store,
     )
 
 
@@ -154,14 +185,18 @@ def _serve(args: argparse.Namespace) -> None:
         data_dir=data_dir(args),
         database_url=args.database_url,
     )
-    config = Config(engine_config(args), server)
-    try:
+    def run(server: ServerConfig) -> None:
+        tiers = _tier_config(args, server.data_dir)
+        config = Config(dataclasses.replace(engine_config(args), tiers=tiers), server)
         serve(config.server, AsyncEngine(config.engine))
+
+    try:
+        run(server)
     except CannotStoreError as error:
         if args.data_dir or args.database_url:
             raise
         print(f"mmserve keeps nothing over a restart: {error}", file=sys.stderr)
-        serve(dataclasses.replace(server, data_dir=None), AsyncEngine(config.engine))
+        run(dataclasses.replace(server, data_dir=None))
 
 
 def _chat(args: argparse.Namespace) -> None:
@@ -309,6 +344,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="SQLAlchemy's (default: $MMSERVE_DATABASE_URL, or SQLite in the data folder)",
     )
     _add_engine_flags(serve)
+    _add_tier_flags(serve)
     serve.set_defaults(run=_serve)
 
     chat = commands.add_parser("chat", help="one answer about some pictures, without a server")

@@ -66,6 +66,18 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
+class TierConfig:
+    """Where KV goes that has no room in the pools, and what of it outlives the process: bytes of
+    each tier, 0 for none."""
+
+    # None: an eighth of the machine's memory beside a GPU, else none: there the pools lie in it.
+    host_bytes: int | None = 0
+    disk_bytes: int = 4 * GIB
+    folder: Path | None = None  # None: no disk tier
+    object_store: str | None = None  # its URL, as obstore takes it
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int = 64  # sequences running in one step
     max_num_batched_tokens: int = 512  # text tokens in one step
@@ -79,6 +91,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     images: ImageLimits = field(default_factory=ImageLimits)
+    tiers: TierConfig = field(default_factory=TierConfig)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 
+def budget(text: str) -> int:
+    """Bytes as in `size`, or 0 for none."""
+    return 0 if text.strip() == "0" else size(text)
+
+
 def size(text: str) -> int:
     """Bytes from `512M`, `2GiB` or a plain number."""
     units = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}

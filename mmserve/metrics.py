@@ -71,6 +71,10 @@ class Metrics:
         )
         self.energy_joules = {part: energy.labels(part) for part in ENERGY_PARTS}
 
+        self._add_pages()
+        self._add_tiers()
+
+    def _add_pages(self) -> None:
         usage = Gauge(
             f"{PREFIX}kv_cache_usage_perc",
             "Share of a pool's pages in use by requests; 1 is all of them",
@@ -97,6 +101,45 @@ class Metrics:
             gauge.set(value)
         total = active + cached + free
         self._usage[pool].set(active / total if total else 0.0)
+
+    def _add_tiers(self) -> None:
+        registry = self._registry
+        hits = Counter(
+            f"{PREFIX}tier_hit_tokens",
+            "Tokens whose KV came up from a tier, by kind; then the prefix cache or vision pool "
+            "has them, so they count as hits there, too",
+            ("kind",),
+            registry=registry,
+        )
+        self.tier_hits = {kind: hits.labels(kind) for kind in ("text", "image")}
+        self._moved = Counter(
+            f"{PREFIX}tier_moved_bytes",
+            "KV that went to a tier (down) or came from it (up)",
+            ("tier", "direction"),
+            registry=registry,
+        )
+        self._refusals = Counter(
+            f"{PREFIX}tier_refusals",
+            "Objects of KV that were not used or not kept, and are computed again when needed",
+            ("reason",),
+            registry=registry,
+        )
+        self._tier_objects = Gauge(
+            f"{PREFIX}tier_objects", "Objects of KV in a tier", ("tier",), registry=registry
+        )
+        self._tier_bytes = Gauge(
+            f"{PREFIX}tier_bytes", "Bytes of KV in a tier", ("tier",), registry=registry
+        )
+
+    def moved(self, tier: str, direction: str, num_bytes: int) -> None:
+        self._moved.labels(tier, direction).inc(num_bytes)
+
+    def refused(self, reason: str) -> None:
+        self._refusals.labels(reason).inc()
+
+    def set_tier(self, tier: str, objects: int, num_bytes: int) -> None:
+        self._tier_objects.labels(tier).set(objects)
+        self._tier_bytes.labels(tier).set(num_bytes)
 
     def render(self) -> bytes:
         """All metrics in the Prometheus text format."""

@@ -65,7 +65,9 @@ ALLOWED = {
     },
     "whole_file": set(),
     "kvfile": {"whole_file"},
-    "engine": TYPES | {"sequence", "kernels", "vision", "cache", "scheduler", "model", "kvfile"},
+    "tiers": {"whole_file", "kvfile"},
+    "engine": TYPES
+    | {"sequence", "kernels", "vision", "cache", "scheduler", "model", "kvfile", "tiers"},
     "server": TYPES | {"whole_file"},
     "chat": TYPES | {"engine"},
     "bench": TYPES | {"sequence", "kernels", "vision", "cache", "scheduler", "model", "engine"},
@@ -85,6 +87,7 @@ FORBIDDEN = {
     "sequence": {"*"},
     "session": {"*"},
     "kvfile.header": {"*"},
+    **dict.fromkeys(("tiers.books", "tiers.names", "tiers.cost"), {"*"}),
     "whole_file": {"*"},
     **dict.fromkeys(("prompt", "tokenizer", "metrics", "scheduler", *BOOKS), {"torch", "numpy"}),
     **dict.fromkeys(("guarded", "hub_prompt"), {"torch", "numpy", "transformers"}),

@@ -48,8 +48,8 @@ class RadixCache:
         self._root = RadixNode([], [[] for _ in groups], None)
         self._stored = [0] * len(self._pools)
         self._tick = 0
-        # Told of a node before `evict` frees any page of it; changes nothing here.
-        self.on_evict: Callable[[RadixNode], None] = lambda _: None
+        # Told of a node before `evict` frees some of its pages [start, end); changes nothing here.
+        self.on_evict: Callable[[RadixNode, int, int], None] = lambda node, start, end: None
 
     @property
     def num_pages(self) -> tuple[int, ...]:
@@ -150,7 +150,7 @@ class RadixCache:
             if not node.locks and group in self._windows:
                 freed += self._thin(node, group, n - freed)
             elif not node.locks and (count := min(self._loose_tail(node), n - freed)):
-                self.on_evict(node)
+                self.on_evict(node, node.num_pages - count, node.num_pages)
                 self._drop_tail(node, count)
                 freed += count
             if node.parent is not None:
@@ -242,7 +242,7 @@ class RadixCache:
         border = num_pages * size
         heads = [part[:num_pages] for part in node.pages]
         upper = RadixNode(node.keys[:border], heads, node.parent)
-        upper.locks, upper.copied = node.locks, node.copied
+        upper.locks, node.memo = node.locks, None
         upper.last_used = node.last_used
         node.parent.children[tuple(upper.keys[:size])] = upper
         node.keys, node.pages = node.keys[border:], [part[num_pages:] for part in node.pages]
@@ -327,7 +327,7 @@ class RadixCache:
         """Frees up to `n` of a node's pages of a window, the first ones first."""
         places = self._loose(node, group)[:n]
         if places:
-            self.on_evict(node)
+            self.on_evict(node, places[0], places[-1] + 1)
         self._release(group, [node.pages[group][i] for i in places])
         for i in places:
             node.pages[group][i] = HOLE

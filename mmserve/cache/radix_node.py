@@ -6,7 +6,7 @@ Owns the shapes only; `radix_cache` keeps them true. Knows nothing of tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HOLE = -1  # in a window's pages: given back, or not wanted
 
@@ -19,7 +19,7 @@ Needs = Callable[[int], Sequence[int] | None]
 class RadixNode:
     """A run of whole pages below its parent. Outside this module it is a handle to lock."""
 
-    __slots__ = ("keys", "pages", "parent", "children", "locks", "last_used", "copied")
+    __slots__ = ("keys", "pages", "parent", "children", "locks", "last_used", "memo")
 
     def __init__(
         self, keys: list[Hashable], pages: list[list[int]], parent: RadixNode | None
@@ -30,7 +30,7 @@ class RadixNode:
         self.children: dict[tuple[Hashable, ...], RadixNode] = {}  # by the child's first page
         self.locks = 0  # locks on this node or below it
         self.last_used = 0  # ticks
-        self.copied = False  # its KV has been copied to where it outlives the pages
+        self.memo: Any = None  # whatever who listens to evictions notes of it; gone by a split
 
     @property
     def num_pages(self) -> int:

@@ -346,6 +346,8 @@ class AsyncEngine:
             logger.exception("the engine cannot go on")
             self.status = "dead"
             loop.call_soon_threadsafe(self._end_all)
+        finally:
+            engine.close()
 
     def _step_until_stopped(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         moved = time.monotonic()

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
 from mmserve.engine.border import Border, build_border
+from mmserve.engine.build_tiers import build_tiers
 from mmserve.engine.figures import Figures, describe
 from mmserve.engine.grammar import Grammars, Matcher
 from mmserve.engine.image_kv import ImageKV
@@ -46,6 +47,7 @@ LONGEST_START_S = 0.005  # of the host, in a step that images ride along; at lea
 MAX_KEYS = 4096  # images of which is known where they were computed last
 
 Event = tuple[str, TokenEvent]  # (request id, what happened)
+ImageState = Literal["active", "host", "disk", "absent"]
 
 
 class Flight(NamedTuple):
@@ -69,7 +71,6 @@ class Engine:
         self.energy = board_meter(loaded, self.metrics)
         self.runner = build_runner(loaded, config)
         self.scheduler = build_scheduler(config, self.runner, loaded.max_model_len)
-        self._figures = Figures(self.metrics, self.scheduler)
         border = border or build_border(loaded, config.images, dtype=self.runner.dtype)
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
         self._last_keys: dict[bytes, bytes] = {}  # by digest, of images computed in their context
@@ -83,13 +84,18 @@ class Engine:
         # One flight is in the air between two steps. May be set at any time, to compare.
         self.overlaps = self.runner.overlaps
         self._flight: Flight | None = None
+        self.tiers = build_tiers(
+            config.tiers, self.kv.identity, self.runner, self.scheduler, self.metrics
+        )
+        self._figures = Figures(self.metrics, self.scheduler, self.tiers)
         self._sampler = Sampler()
         self._live: dict[str, Live] = {}
         self._outbox: list[Event] = []
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._outbox) or self._flight is not None
+        busy = self.scheduler.has_work or bool(self._outbox) or self._flight is not None
+        return busy or (self.tiers is not None and self.tiers.has_work)
 
     def add(self, request: Request, matcher: Matcher | None = None) -> None:
         """Queue an admissible request (`Scheduler.check_admissible`).
@@ -116,7 +122,8 @@ class Engine:
         if not self._live:
             self.energy.idle()
         self._live[request.id] = Live(seq, self.tokenizer, matcher)
-        self.scheduler.add(seq)
+        if self.tiers is None or not self.tiers.ask(seq):
+            self.scheduler.add(seq)
         self.metrics.prompt_tokens.inc(seq.length)
 
     def abort(self, request_id: str) -> None:
@@ -131,15 +138,33 @@ class Engine:
     def step(self) -> list[Event]:
         """Advance every scheduled sequence; returns what happened since the last call."""
         started = time.monotonic()
+        if self.tiers is not None:
+            for seq in self.tiers.ready():
+                self.scheduler.add(seq)
         batch = self.scheduler.schedule()
         flight = self._launch(batch, started) if batch else None
         self._land()
         self._flight = flight
         if not self.overlaps:
             self._land()
+        if self.tiers is not None:
+            self.tiers.tick(busy=bool(batch))
         self._figures.observe(started, idle=not self._live)
         events, self._outbox = self._outbox, []
         return events
+
+    def image_state(self, digest: bytes) -> ImageState:
+        """Where an image's KV is; computed in its context: in the last one. Any thread may ask."""
+        key = self._last_keys.get(digest, digest)
+        if self.scheduler.holdings.is_stored(key):
+            return "active"
+        tier = self.tiers.image_tier(key) if self.tiers is not None else None
+        return "absent" if tier is None else "host" if tier == "host" else "disk"
+
+    def close(self) -> None:
+        """Nothing runs any more: what is to outlive the process is written."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     # -- KV files -------------------------------------------------------------------------------
 
@@ -214,8 +239,7 @@ class Engine:
     def _is_resident(self, digest: bytes) -> bool:
         """Whether an image's pixels are not needed; where it is computed in its context, if that is
         the one that it was last computed in: for another, a step makes them. Any thread may ask."""
-        stored = self.scheduler.holdings.is_stored(self._last_keys.get(digest, digest))
-        return stored or self.runner.knows(digest)
+        return self.image_state(digest) != "absent" or self.runner.knows(digest)
 
     def _note_context(self, context: ContextImage) -> None:
         """An image is computed in its context, under this key."""
@@ -305,6 +329,8 @@ class Engine:
         self._retire(live)
 
     def _retire(self, live: Live) -> None:
+        if self.tiers is not None:
+            self.tiers.note_end(live.seq)
         self.scheduler.finish(live.seq)
         del self._live[live.request.id]
         self._figures.observe_end(live)

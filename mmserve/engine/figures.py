@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import time
 
+from mmserve.engine.kv_tiers import KVTiers
 from mmserve.engine.live import Live
 from mmserve.metrics import Metrics
 from mmserve.scheduler.batch import Batch
 from mmserve.scheduler.scheduler import Scheduler
 
+LEAST_PRICED = 32  # text tokens of prompts in one step
 OBSERVE_EVERY_S = 0.25  # counting evictable pages walks the whole prefix tree
 
 
 class Figures:
-    def __init__(self, metrics: Metrics, scheduler: Scheduler) -> None:
-        self._metrics, self._scheduler = metrics, scheduler
+    def __init__(self, metrics: Metrics, scheduler: Scheduler, tiers: KVTiers | None) -> None:
+        self._metrics, self._scheduler, self._tiers = metrics, scheduler, tiers
         self._landed_at = 0.0
         self._observed_at = 0.0
 
@@ -48,6 +50,18 @@ class Figures:
         share = decoding / batch.num_tokens if decoding and not batch.images else 0.0
         self._metrics.decode_seconds.inc(seconds * share)
         self._metrics.prefill_seconds.inc(seconds * (1 - share))
+        if self._tiers is not None:
+            self._price(batch, seconds * (1 - share))
+
+    def _price(self, batch: Batch, seconds: float) -> None:
+        """What prompts cost, as far as a step shows it: with few rows it only reads weights."""
+        assert self._tiers is not None
+        chunks = [c for c in batch.chunks if c.num_rows > 1]
+        text = sum(c.count for c in chunks)
+        seen = sum(c.num_rows for c in chunks) - text
+        seen += sum(job.image.num_tokens for job in batch.images)
+        if seen or text >= LEAST_PRICED:
+            self._tiers.costs.computed(text, seen, seconds)
 
     def observe(self, now: float, *, idle: bool) -> None:
         """The state of queues and pools, every now and then; always of an `idle` engine."""
@@ -64,6 +78,12 @@ class Figures:
         metrics.mm_cache_queries.inc(new.image_queries)
         metrics.mm_cache_hits.inc(new.image_hits)
         self._observe_pages()
+        if self._tiers is not None:
+            lifted = self._tiers.lifter.lifted
+            for kind in list(lifted):
+                metrics.tier_hits[kind].inc(lifted.pop(kind))
+            for tier, (count, num_bytes) in self._tiers.stack.used().items():
+                metrics.set_tier(tier, count, num_bytes)
 
     def _observe_pages(self) -> None:
         """By kind of pool, all layer groups' together."""

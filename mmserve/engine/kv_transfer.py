@@ -12,15 +12,15 @@ import json
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from mmserve.cache.kv_pool import KVPool, TextKVPool, VisionKVPool
+from mmserve.cache.kv_pool import TextKVPool, VisionKVPool
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.radix_node import HOLE, RadixNode
 from mmserve.cache.vision_index import VisionEntry
 from mmserve.engine.border import Pipeline
 from mmserve.engine.model_runner import ModelRunner
+from mmserve.engine.page_copy import gather, scatter
 from mmserve.kvfile.file import KVFile
 from mmserve.kvfile.header import (
     Group,
@@ -131,12 +131,12 @@ class KVTransfer:
             runs.append(run)
             for g, held in zip(self._text_groups, pages, strict=True):
                 if held:
-                    tensors[text_name(n, g)] = _gather(self._text[g], held)
+                    tensors[text_name(n, g)] = gather(self._text[g], held).cpu()
         for n, (key, entries) in enumerate(self._stored_images().items()):
             count = next(iter(entries.values())).num_tokens
             images.append(StoredImage(key, count, tuple(entries)))
             for g, entry in entries.items():
-                tensors[image_name(n, g)] = _gather(self._vision[g], entry.pages)
+                tensors[image_name(n, g)] = gather(self._vision[g], entry.pages).cpu()
         return KVFile(KVHeader(self.identity, tuple(runs), tuple(images)), tensors)
 
     def _stored_runs(self) -> Iterator[tuple[TextRun, list[list[int]]]]:
@@ -197,7 +197,7 @@ class KVTransfer:
     def _put_image(self, image: StoredImage, pool: VisionKVPool, tensor: Tensor) -> None:
         pages = pool.index.reserve(image.key, image.num_tokens)
         try:
-            _scatter(pool, pages, tensor)
+            scatter(pool, pages, tensor)
             pool.index.mark_ready(image.key)
         finally:
             pool.index.release(image.key)  # unwritten, it is forgotten
@@ -257,7 +257,7 @@ class KVTransfer:
     def _fill(self, file: KVFile, number: int, pages: list[list[int]]) -> None:
         for g, part in zip(self._text_groups, pages, strict=True):
             if held := _held(part):
-                _scatter(self._text[g], held, file.tensors[text_name(number, g)])
+                scatter(self._text[g], held, file.tensors[text_name(number, g)])
 
     def _insert(
         self, runs: Sequence[TextRun], leaf: int, taken: dict[int, list[list[int]]]
@@ -287,15 +287,3 @@ def _path(runs: Sequence[TextRun], number: int) -> list[int]:
 
 def _held(pages: Iterable[int]) -> list[int]:
     return [page for page in pages if page != HOLE]
-
-
-def _gather(pool: KVPool, pages: Sequence[int]) -> Tensor:
-    """[layers, 2, kv_heads, len(pages), page_size, head_dim], a copy on the CPU."""
-    index = torch.tensor(pages, device=pool.shape.device)
-    return pool.tensor.index_select(3, index).cpu()
-
-
-def _scatter(pool: KVPool, pages: Sequence[int], tensor: Tensor) -> None:
-    """Writes what `_gather` gave into these pages."""
-    index = torch.tensor(pages, device=pool.shape.device)
-    pool.tensor.index_copy_(3, index, tensor.to(pool.shape.device))

@@ -158,7 +158,7 @@ class KVHeader:
                     f"known is {FORMAT!r} version {VERSION}"
                 )
             header = cls(
-                _identity(words["identity"]),
+                identity_from(words["identity"]),
                 tuple(map(_run, words["runs"])),
                 tuple(map(_image, words["images"])),
                 dict(words["checksums"]),
@@ -218,7 +218,8 @@ def image_name(image: int, group: int) -> str:
     return f"image.{image}.{group}"
 
 
-def _identity(words: Mapping[str, Any]) -> Identity:
+def identity_from(words: Mapping[str, Any]) -> Identity:
+    """From JSON. Raises `KVFileError`, or what Python raises for words of other kinds."""
     groups = tuple(_group(group) for group in words["groups"])
     made = Identity(**{**words, "groups": groups})
     texts = ("architecture", "weights", "weights_dtype", "tokenizer", "processor", "vision_mode")

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.cache.page_pool import PagePool
 from mmserve.cache.radix_cache import RadixCache
-from mmserve.cache.radix_node import HOLE
+from mmserve.cache.radix_node import HOLE, Needs
 from mmserve.cache.vision_index import EntryState, VisionIndex
 from mmserve.scheduler.marks import settle
 from mmserve.sequence import PlacedImage
@@ -128,7 +128,7 @@ class Holdings:
                 return lacking[0].text_index, lacking[0].visual_index
         return start, seq.visual_before(start)
 
-    def _window_texts(self, seq: Seq, start: int) -> list[int] | None:
+    def window_texts(self, seq: Seq, start: int) -> list[int] | None:
         """By group with text: the first text token to be read from, with `start` of them cached.
 
         None where an image behind which text is cached has to be computed: a window would need
@@ -151,7 +151,7 @@ class Holdings:
         """
         seq.images_ready = not seq.images
         tables, start = self._match(seq)
-        wanted = self._wanted(seq, start)
+        wanted = self.wanted(seq, start)
         sizes = [[(p.key, p.num_stored) for p in placed] for placed in wanted]
         if not all(v.can_acquire(s) for v, s in zip(self.vision, sizes, strict=True)):
             return None
@@ -175,10 +175,19 @@ class Holdings:
         seq.num_computed_tokens = start
         return frozenset(missing)
 
+    def _needs(self, seq: Seq) -> Needs | None:
+        return (lambda start: self.window_texts(seq, start)) if self._text_windows else None
+
+    def reach(self, seq: Seq) -> int:
+        """Text tokens that are cached of a sequence as it is laid out now; takes nothing."""
+        if self.radix is None:
+            return 0
+        return self.radix.match(seq.keys, self._needs(seq)).num_tokens
+
     def _match(self, seq: Seq) -> tuple[list[list[int]], int]:
         tables: list[list[int]] = [[] for _ in self.groups]
         radix = self.radix
-        needs = (lambda start: self._window_texts(seq, start)) if self._text_windows else None
+        needs = self._needs(seq)
         settle(seq, lambda keys: radix.match(keys, needs).num_tokens if radix else 0)
         if radix is None:
             return tables, 0
@@ -187,7 +196,7 @@ class Holdings:
             tables[g] = pages
         return tables, matched.num_tokens
 
-    def _wanted(self, seq: Seq, start: int) -> list[list[PlacedImage]]:
+    def wanted(self, seq: Seq, start: int) -> list[list[PlacedImage]]:
         """By group: the images to hold. One that is to be computed is written in every group."""
         lacking = set(map(id, self.lacking(seq, start)))
         position = sum(self._next_row(seq, start))

@@ -22,6 +22,7 @@ wait for ever. Only such a step exceeds `max_num_batched_tokens`.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
 
@@ -97,6 +98,8 @@ class Scheduler:
         # again until something has come back.
         self._changes = 0
         self._refused: tuple[str, int] | None = None  # the request and `_changes` then
+        # Brings what a sequence could find back to the pools, before it is looked for there.
+        self.lift: Callable[[Sequence], None] = lambda seq: None
 
     # -- admission ------------------------------------------------------------------------------
 
@@ -204,6 +207,7 @@ class Scheduler:
             return False
         if self._outgrows(seq):
             seq.enter(seq.course.due(seq.position(seq.num_tokens)))
+        self.lift(seq)
         missing = self.holdings.take(seq)
         if missing is None:
             self._refused = (seq.id, self._changes)

@@ -268,7 +268,7 @@ def test_a_copy_that_fails_leaves_the_books_as_they_were(monkeypatch: pytest.Mon
         raise RuntimeError("out of memory")
 
     d = build_driver()
-    monkeypatch.setattr(kv_transfer, "_scatter", fail)
+    monkeypatch.setattr(kv_transfer, "scatter", fail)
     for put in (d.engine.kv._put_texts, d.engine.kv._put_images):
         with pytest.raises(RuntimeError):
             put(file)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, TierConfig
 from mmserve.engine.engine import Engine
 from mmserve.engine.vision_mode import vision_mode
 from mmserve.model.adapter import Adapter
@@ -42,6 +42,7 @@ def serve(
     head: int = 16,
     declared: bool = False,
     feature_bytes: int = 1 << 22,
+    tiers: TierConfig | None = None,
     **steps: int,
 ) -> Driver:
     model = ModelConfig(model=str(folder), device="cpu", vision_mode=mode, blend_tokens=head)
@@ -50,7 +51,8 @@ def serve(
         assert isinstance(loaded, LoadedCheckpoint)
         loaded.lm.config.mmserve_vision_mode = "isolated"
     cache = CacheConfig(text_bytes=1 << 22, vision_bytes=1 << 22, feature_bytes=feature_bytes)
-    return Driver(Engine(EngineConfig(model, cache, SchedulerConfig(**steps)), loaded))
+    config = EngineConfig(model, cache, SchedulerConfig(**steps), tiers=tiers or TierConfig())
+    return Driver(Engine(config, loaded))
 
 
 def segments(driver: Driver, parts: tuple[Any, ...]) -> tuple[Segment, ...]:

@@ -1,0 +1,81 @@
+"""The tiers below an engine's pools, as the configuration says.
+
+Owns the defaults that depend on the machine, and the first measurements. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from mmserve.config import TierConfig
+from mmserve.engine.kv_objects import KVObjects
+from mmserve.engine.kv_tiers import KVTiers
+from mmserve.engine.model_runner import ModelRunner
+from mmserve.kvfile.header import Identity
+from mmserve.metrics import Metrics
+from mmserve.scheduler.scheduler import Scheduler
+from mmserve.tiers.cost import Costs
+from mmserve.tiers.disk import Folder
+from mmserve.tiers.kv_object import Owner, host_memory
+from mmserve.tiers.object_store import ObjectStore
+from mmserve.tiers.probe import PROBE_BYTES, disk_byte_s
+from mmserve.tiers.stack import TierStack
+
+HOST_SHARE = 8  # one part in so many of the machine's memory, beside a GPU
+
+
+def build_tiers(
+    config: TierConfig,
+    identity: Identity,
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    metrics: Metrics,
+) -> KVTiers | None:
+    """None where nothing is kept below the pools. Raises `ObjectStoreError`, or `OSError` for a
+    folder that cannot be used."""
+    owner, pinned = Owner(identity), runner.device.type == "cuda"
+    host_bytes = config.host_bytes
+    if host_bytes is None:
+        host_bytes = _memory() // HOST_SHARE if pinned else 0
+    folder = None
+    if config.folder is not None and config.disk_bytes:
+        folder = Folder(config.folder, owner, pinned=pinned)
+    store = ObjectStore(config.object_store) if config.object_store else None
+    if not host_bytes and folder is None and store is None:
+        return None
+    stack = TierStack(
+        owner,
+        metrics,
+        host_bytes=host_bytes,
+        disk_bytes=config.disk_bytes,
+        folder=folder,
+        store=store,
+        pinned=pinned,
+    )
+    costs = Costs({"host": _host_byte_s(runner.device)})
+    if folder is not None and (seconds := disk_byte_s(folder.path)) is not None:
+        costs.byte_s["disk"] = seconds
+    objects = KVObjects(owner, runner.text, runner.vision)
+    tiers = KVTiers(stack, scheduler.holdings, objects, costs)
+    scheduler.lift = tiers.lifter.lift
+    return tiers
+
+
+def _memory() -> int:
+    """Bytes of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _host_byte_s(device: torch.device) -> float:
+    """Seconds that a byte takes from host memory to the device's."""
+    source = host_memory(PROBE_BYTES, pinned=device.type == "cuda").zero_()
+    target = torch.empty_like(source, device=device)
+    for _ in range(2):  # the first one also finds its way
+        started = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return (time.perf_counter() - started) / PROBE_BYTES

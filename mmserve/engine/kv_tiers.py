@@ -1,0 +1,249 @@
+"""Between an engine's pools and the tiers below them: what goes down, and what comes up when.
+
+Owns what is still to be copied and what requests wait for. Everything runs on the engine's thread.
+Knows nothing of how pages are copied, where objects lie, or how they get there.
+
+Down: pages that are about to be evicted; and, where a tier outlives the process, what a request has
+left behind, a little with each step. Up: what a request could use and the pools lack. What is in
+host memory comes when the request is admitted; for what lies deeper it waits, outside the queue, if
+that is cheaper than computing, and not longer than computing would take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from mmserve.cache.radix_node import HOLE, RadixNode
+from mmserve.engine.kv_lift import Lifter
+from mmserve.engine.kv_objects import KVObjects
+from mmserve.scheduler.holdings import Holdings
+from mmserve.sequence import Sequence as Seq
+from mmserve.tiers.cost import Costs
+from mmserve.tiers.names import RUN_PAGES, image_name, run_names
+from mmserve.tiers.stack import Fetch, Tier, TierStack
+
+STEPS_PER_COPY = 8  # of a busy engine, for one object written behind
+COPIES_PER_STEP = 4  # of an idle one
+LEAST_WAIT_S = 0.25  # for objects, however fast computing is
+MOST_WAIT_S = 10.0  # and however slow, or where nobody knows
+REST_S = 0.002  # of an engine with nothing else to do
+
+
+@dataclass
+class Waiting:
+    """A sequence that waits for objects: since when, until when, and for how much of each tier."""
+
+    seq: Seq
+    fetch: Fetch
+    since: float
+    until: float
+    sizes: dict[str, int]
+
+
+@dataclass
+class Left:
+    """What an ended request has left: of its text, the runs from `next` on are to be looked at."""
+
+    keys: list[Hashable]
+    names: list[bytes]
+    images: list[bytes]  # keys
+    next: int = 0
+
+
+class KVTiers:
+    """`clock`: seconds."""
+
+    def __init__(
+        self,
+        stack: TierStack,
+        holdings: Holdings,
+        objects: KVObjects,
+        costs: Costs,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stack, self.costs = stack, costs
+        self._holdings, self._objects, self._clock = holdings, objects, clock
+        self._seed = objects.owner.seed
+        self.run_tokens = RUN_PAGES * holdings.page_size
+        self.lifter = Lifter(stack, holdings, objects, costs)
+        self._waiting: dict[str, Waiting] = {}
+        self._left: deque[Left] = deque()
+        self._steps = 0
+        if holdings.radix is not None:
+            holdings.radix.on_evict = self._keep_text
+        for g in holdings.image_groups:
+            holdings.vision[g].on_evict = self._evicted
+
+    # -- down -----------------------------------------------------------------------------------
+
+    def note_end(self, seq: Seq) -> None:
+        """A request ends: it waits for nothing more, and what it leaves in the pools is to outlive
+        the process."""
+        if waiting := self._waiting.pop(seq.id, None):
+            waiting.fetch.cancel()
+        self.lifter.forget(seq.id)
+        if self.stack.goes_deep and seq.num_computed_tokens:
+            names = run_names(self._seed, seq.keys, self.run_tokens)
+            self._left.append(Left(seq.keys, names, [placed.key for placed in seq.images]))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would move anything on: somebody waits, or something can be copied."""
+        return bool(self._waiting) or self._can_copy
+
+    @property
+    def _can_copy(self) -> bool:
+        return bool(self._left) and not self.stack.is_behind
+
+    def tick(self, *, busy: bool) -> None:
+        """Behind each step: copy a little of what has been left. Where nothing else can be done but
+        to wait for objects, wait a moment."""
+        self._steps += 1
+        copies = COPIES_PER_STEP
+        if busy:
+            copies = not self._steps % STEPS_PER_COPY
+        elif self._waiting and not self._can_copy:
+            next(iter(self._waiting.values())).fetch.wait(REST_S)
+        for _ in range(copies):
+            if self._can_copy:
+                self._copy(self._left[0])
+
+    def _copy(self, left: Left) -> None:
+        """The next thing of what has been left that is not below yet."""
+        while left.images:
+            if self._keep_image(left.images.pop(), deep=True):
+                return
+        while left.next < len(left.names) and self.stack.lies_deep(left.names[left.next]):
+            left.next += 1
+        if left.next < len(left.names) and self._copy_run(left):
+            left.next += 1
+        else:
+            self._left.popleft()
+
+    def _copy_run(self, left: Left) -> bool:
+        """Whether the next run is still there, or is all in host memory."""
+        name, start = left.names[left.next], left.next * RUN_PAGES
+        if item := self.stack.get(name):
+            self.stack.put(item, deep=True)
+            return True
+        radix = self._holdings.radix
+        if radix is None:
+            return False
+        found = radix.find(left.keys[: (left.next + 1) * self.run_tokens])
+        pages = [own[start : start + RUN_PAGES] for own in found.pages]
+        if len(pages[0]) < RUN_PAGES:
+            return False
+        self._put_run(name, pages, deep=True)
+        return True
+
+    def _put_run(self, name: bytes, pages: list[list[int]], *, deep: bool = False) -> None:
+        """`pages`: of a whole run, by group with text."""
+        by_group = dict(zip(self._holdings.text_groups, pages, strict=True))
+        if any(page != HOLE for own in pages for page in own):
+            self.stack.put(self._objects.read(name, "text", self.run_tokens, by_group), deep=deep)
+
+    def _keep_text(self, node: RadixNode, start: int, end: int) -> None:
+        """A node is about to lose these of its pages: keep the runs that they are of."""
+        if node.memo is None:
+            node.memo = self._names_of(node)
+        depth, names = node.memo
+        whole = (depth + node.num_pages) // RUN_PAGES  # what has lost its end was kept then
+        for n in range((depth + start) // RUN_PAGES, -(-(depth + end) // RUN_PAGES)):
+            if n < whole and n in names and self.stack.where(names[n]) is None:
+                self._put_run(names[n], _pages_of(node, depth, n))
+
+    def _names_of(self, node: RadixNode) -> tuple[int, dict[int, bytes]]:
+        """Pages above a node, and the names of the runs that end in it, by number."""
+        path = [node]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        keys = [key for step in reversed(path) for key in step.keys]
+        depth = len(keys) // self._holdings.page_size - node.num_pages
+        names = run_names(self._seed, keys, self.run_tokens)
+        return depth, {n: names[n] for n in range(depth // RUN_PAGES, len(names))}
+
+    def _evicted(self, key: bytes) -> None:
+        self._keep_image(key)
+
+    def _keep_image(self, key: bytes, *, deep: bool = False) -> bool:
+        """An image's KV is about to go, or is to outlive the process: keep it, if it is whole;
+        whether there was anything to do."""
+        name = image_name(self._seed, key)
+        if self.stack.lies_deep(name) if deep else self.stack.where(name) is not None:
+            return False
+        if item := self.stack.get(name):
+            self.stack.put(item, deep=True)
+            return True
+        vision = self._holdings.vision
+        entries = {g: vision[g].lookup(key) for g in self._holdings.image_groups}
+        there = {g: entry for g, entry in entries.items() if entry is not None and entry.ready}
+        if len(there) < len(entries):
+            return False
+        tokens = next(iter(there.values())).num_tokens
+        pages = {g: entry.pages for g, entry in there.items()}
+        self.stack.put(self._objects.read(name, "image", tokens, pages), deep=deep)
+        return True
+
+    # -- up -------------------------------------------------------------------------------------
+
+    def ask(self, seq: Seq) -> bool:
+        """Whether a new request waits for what lies deep; it is then among the `ready` ones later,
+        unless it ends before."""
+        text, images = self.lifter.lacks(seq)
+        sizes: dict[str, int] = {}
+        for wish in (*text, *images):
+            sizes[wish.tier] = sizes.get(wish.tier, 0) + wish.num_bytes
+        deep = [wish for wish in (*text, *images) if wish.tier != "host"]
+        tokens = sum(w.num_tokens for w in text), sum(w.num_tokens for w in images)
+        if not deep or not self.costs.worth(sizes, *tokens):
+            return False
+        fetch = self.stack.fetch([wish.name for wish in deep])
+        now, compute = self._clock(), self.costs.compute_s(*tokens)
+        patience = MOST_WAIT_S if compute is None else min(max(compute, LEAST_WAIT_S), MOST_WAIT_S)
+        deep_sizes = {tier: size for tier, size in sizes.items() if tier != "host"}
+        self._waiting[seq.id] = Waiting(seq, fetch, now, now + patience, deep_sizes)
+        return True
+
+    def ready(self) -> list[Seq]:
+        """Those whose objects have come, or that have waited long enough."""
+        now = self._clock()
+        ended = [w for w in self._waiting.values() if w.fetch.finished or now >= w.until]
+        for waiting in ended:
+            del self._waiting[waiting.seq.id]
+            if waiting.fetch.finished and len(waiting.sizes) == 1:
+                ((tier, size),) = waiting.sizes.items()
+                self.costs.loaded(tier, size, now - waiting.since)
+            waiting.fetch.cancel()
+            self.lifter.hand(waiting.seq.id, waiting.fetch)
+        return [waiting.seq for waiting in ended]
+
+    # -- the rest -------------------------------------------------------------------------------
+
+    def image_tier(self, key: bytes) -> Tier | None:
+        """The highest tier that has an image. Any thread may ask."""
+        return self.stack.where(image_name(self._seed, key))
+
+    def close(self) -> None:
+        """Copy all that has been left, and wait until it is written."""
+        while self._left:
+            if self.stack.is_behind:
+                self.stack.settle()
+            self._copy(self._left[0])
+        self.stack.close()
+
+
+def _pages_of(node: RadixNode, depth: int, run: int) -> list[list[int]]:
+    """By group: the pages of a run that ends in a node, above which there are `depth` pages."""
+    start, end = run * RUN_PAGES - depth, (run + 1) * RUN_PAGES - depth
+    pages = [own[max(start, 0) : end] for own in node.pages]
+    while start < 0:
+        assert node.parent is not None
+        node = node.parent
+        start, end = start + node.num_pages, node.num_pages
+        before = [own[max(start, 0) : end] for own in node.pages]
+        missing = RUN_PAGES - len(pages[0])
+        pages = [(a + b)[-len(b) - missing :] for a, b in zip(before, pages, strict=True)]
+    return pages

@@ -1,0 +1,329 @@
+"""The tiers below a GPU's pools, one under another: host memory, a folder, an object store.
+
+Owns what is where, the threads that move it, and their queue. Knows nothing of pools, sequences or
+what is in an object. What leaves a tier for want of room goes to the next one, if there is one and
+it is not there already; what cannot be read whole is forgotten there and counted.
+
+One thread puts and asks (the engine's); one writes downwards, a few read upwards. Nobody waits for
+a file but these: where the writer is behind by `QUEUE_BYTES`, what falls out is gone instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Literal, Protocol
+
+from mmserve.kvfile.header import KVFileError, KVMismatchError
+from mmserve.tiers.books import Ledger
+from mmserve.tiers.disk import Folder, from_bytes, scan
+from mmserve.tiers.kv_object import KVObject, Owner, header_of
+from mmserve.tiers.object_store import ObjectStore, StoredObjectError
+
+logger = logging.getLogger(__name__)
+
+Tier = Literal["host", "disk", "object_store"]
+TIERS: tuple[Tier, ...] = ("host", "disk", "object_store")
+Direction = Literal["down", "up"]
+
+QUEUE_BYTES = 1 << 30
+READERS = 8  # threads; a fast disk needs several reads at once
+
+
+class Watch(Protocol):
+    """Is told on any thread."""
+
+    def moved(self, tier: Tier, direction: Direction, num_bytes: int) -> None:
+        """To a tier, or from it."""
+
+    def refused(self, reason: str) -> None:
+        """damaged | other_model | unreadable | unwritable | queue_full: an object is lost."""
+
+
+class Fetch:
+    """Objects on their way up. `finished` may be asked at any time; what is there then is `got`."""
+
+    def __init__(self, reads: dict[bytes, Future[KVObject | None]]) -> None:
+        self._reads = reads
+
+    @property
+    def finished(self) -> bool:
+        return all(read.done() for read in self._reads.values())
+
+    def got(self, name: bytes) -> KVObject | None:
+        read = self._reads.get(name)
+        return read.result() if read is not None and _succeeded(read) else None
+
+    def wait(self, seconds: float) -> None:
+        """Until all has ended, or so long."""
+        wait(self._reads.values(), seconds)
+
+    def cancel(self) -> None:
+        for read in self._reads.values():
+            read.cancel()
+
+
+def _succeeded(read: Future[KVObject | None]) -> bool:
+    return read.done() and not read.cancelled() and read.exception() is None
+
+
+class TierStack:
+    """`folder`, `store`: None where there is no such tier."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        watch: Watch,
+        *,
+        host_bytes: int,
+        disk_bytes: int = 0,
+        folder: Folder | None = None,
+        store: ObjectStore | None = None,
+        pinned: bool = False,
+    ) -> None:
+        """Raises `OSError` where the folder cannot be read."""
+        self.owner, self.pinned = owner, pinned
+        self._watch, self._folder, self._store = watch, folder, store
+        self._lock = threading.Lock()
+        self._written = threading.Condition(self._lock)
+        self._host = Ledger(host_bytes)
+        self._items: dict[bytes, KVObject] = {}  # in host memory
+        self._disk = Ledger(disk_bytes)
+        self._remote: set[bytes] = set()
+        self._sinking: dict[bytes, KVObject] = {}  # handed to the writer, not written yet
+        self._sinking_bytes = 0
+        self._jobs: queue.SimpleQueue[KVObject | None] = queue.SimpleQueue()
+        if folder is not None:
+            for name, size in scan(folder.path):
+                for gone in self._disk.add(name, size):
+                    folder.delete(gone)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-read")
+        self._writer = threading.Thread(target=self._write_on, name="kv-write", daemon=True)
+        self._writer.start()
+
+    # -- what is where --------------------------------------------------------------------------
+
+    @property
+    def goes_deep(self) -> bool:
+        """Whether there is a tier that outlives the process."""
+        return self._folder is not None or self._store is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the writer has as much to do as it may."""
+        return self._sinking_bytes >= QUEUE_BYTES
+
+    def where(self, name: bytes) -> Tier | None:
+        """The highest tier that has an object. Any thread may ask."""
+        with self._lock:
+            if name in self._items or name in self._sinking:
+                return "host"
+            if name in self._disk:
+                return "disk"
+            return "object_store" if name in self._remote else None
+
+    def lies_deep(self, name: bytes) -> bool:
+        """Whether an object outlives the process, or is about to."""
+        with self._lock:
+            return name in self._sinking or name in self._disk or name in self._remote
+
+    def used(self) -> dict[Tier, tuple[int, int]]:
+        """By tier: objects and bytes; of an object store, what it is known to have, and 0."""
+        with self._lock:
+            return {
+                "host": (len(self._host), self._host.used),
+                "disk": (len(self._disk), self._disk.used),
+                "object_store": (len(self._remote), 0),
+            }
+
+    # -- down -----------------------------------------------------------------------------------
+
+    def put(self, item: KVObject, *, deep: bool = False) -> None:
+        """Take an object in. `deep`: it is written below at once, not when it falls out of host
+        memory. Where there is no room for it, it goes below."""
+        with self._lock:
+            self._hold(item)
+            held = item.name in self._items  # else it is on its way below already
+            if deep and held:
+                self._sink(item)
+        if held:
+            self._watch.moved("host", "down", item.num_bytes)
+
+    def _hold(self, item: KVObject) -> None:
+        if item.name in self._items:
+            return self._host.touch(item.name)
+        for gone in self._host.add(item.name, item.host_bytes):
+            self._sink(self._items.pop(gone, item))
+        if item.name in self._host:
+            self._items[item.name] = item
+
+    def _sink(self, item: KVObject) -> None:
+        """Hand an object to the writer, unless it is below already."""
+        name = item.name
+        if not self.goes_deep or name in self._sinking or name in self._disk:
+            return
+        if name in self._remote and self._folder is None:
+            return
+        if self.is_behind:
+            return self._watch.refused("queue_full")
+        self._sinking[name] = item
+        self._sinking_bytes += item.num_bytes
+        self._jobs.put(item)
+
+    def _write_on(self) -> None:
+        """The writer's thread."""
+        if self._store is not None:
+            self._list(self._store)
+        while (item := self._jobs.get()) is not None:
+            try:
+                item.done.synchronize()
+                self._write(item)
+            except (OSError, ValueError):
+                logger.warning("an object of KV could not be written", exc_info=True)
+                self._watch.refused("unwritable")
+            finally:
+                with self._lock:
+                    del self._sinking[item.name]
+                    self._sinking_bytes -= item.num_bytes
+                    self._written.notify_all()
+
+    def _list(self, store: ObjectStore) -> None:
+        try:
+            names = store.names()
+        except StoredObjectError as error:
+            logger.warning("%s", error)
+            return
+        with self._lock:
+            self._remote.update(names)
+
+    def _write(self, item: KVObject) -> None:
+        header = header_of(self.owner, item)
+        size = len(header) + item.num_bytes
+        if self._folder is None or size > self._disk.budget:
+            return self._upload(item.name, header + item.memory.numpy().tobytes())
+        with self._lock:
+            gone = self._disk.add(item.name, size)
+        for name in gone:
+            self._retire(name)
+        try:
+            self._folder.write(item, header)
+        except BaseException:
+            self._forget_file(item.name)
+            raise
+        self._watch.moved("disk", "down", size)
+
+    def _retire(self, name: bytes) -> None:
+        """A file has no room on disk any more."""
+        assert self._folder is not None
+        if self._store is not None and name not in self._remote:
+            try:
+                self._upload(name, self._folder.bytes_of(name))
+            except OSError:
+                logger.warning("an object of KV did not reach the object store", exc_info=True)
+                self._watch.refused("unwritable")
+        self._folder.delete(name)
+
+    def _upload(self, name: bytes, data: bytes) -> None:
+        if self._store is None:
+            return
+        self._store.write(name, data)
+        with self._lock:
+            self._remote.add(name)
+        self._watch.moved("object_store", "down", len(data))
+
+    # -- up -------------------------------------------------------------------------------------
+
+    def get(self, name: bytes) -> KVObject | None:
+        """An object in host memory, which is then used."""
+        with self._lock:
+            self._host.touch(name)
+            return self._items.get(name) or self._sinking.get(name)
+
+    def came_up(self, num_bytes: int) -> None:
+        """Objects went from host memory to the pools."""
+        self._watch.moved("host", "up", num_bytes)
+
+    def fetch(self, names: Sequence[bytes]) -> Fetch:
+        """Bring objects to host memory, in this order."""
+        return Fetch({name: self._readers.submit(self._read, name) for name in names})
+
+    def _read(self, name: bytes) -> KVObject | None:
+        """A reader's thread. None: it is not there, or not whole, and forgotten."""
+        item = self.get(name)
+        for read in () if item else (self._read_file, self._download):
+            try:
+                item = item or read(name)
+            except KVMismatchError:
+                self._watch.refused("other_model")
+                self._drop(name)
+            except KVFileError:
+                self._watch.refused("damaged")
+                self._drop(name)
+            except OSError:
+                self._watch.refused("unreadable")
+                self._drop(name)
+        if item is not None:
+            with self._lock:
+                self._hold(item)
+        return item
+
+    def _read_file(self, name: bytes) -> KVObject | None:
+        with self._lock:
+            if name not in self._disk:
+                return None
+            self._disk.touch(name)
+        assert self._folder is not None
+        item = self._folder.read(name)
+        self._watch.moved("disk", "up", item.num_bytes)
+        self._folder.touch(name)
+        return item
+
+    def _download(self, name: bytes) -> KVObject | None:
+        if self._store is None or name not in self._remote:
+            return None
+        item = from_bytes(self.owner, name, self._store.read(name), pinned=self.pinned)
+        self._watch.moved("object_store", "up", item.num_bytes)
+        return item
+
+    def _drop(self, name: bytes) -> None:
+        """Forget an object that is no good in the highest tier below host memory."""
+        with self._lock:
+            on_disk = name in self._disk
+        if on_disk:
+            return self._forget_file(name)
+        with self._lock:
+            self._remote.discard(name)
+        if self._store is not None:
+            try:
+                self._store.delete(name)
+            except StoredObjectError as error:
+                logger.warning("%s", error)
+
+    def _forget_file(self, name: bytes) -> None:
+        assert self._folder is not None
+        with self._lock:
+            self._disk.remove(name)
+        self._folder.delete(name)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until all that was handed to the writer is written."""
+        with self._lock:
+            self._written.wait_for(lambda: not self._sinking)
+
+    def close(self) -> None:
+        """Write what is still queued, then stop."""
+        self._jobs.put(None)
+        self._writer.join()
+        self._readers.shutdown(wait=True, cancel_futures=True)
+
+    def check_invariants(self) -> None:
+        with self._lock:
+            self._host.check_invariants()
+            self._disk.check_invariants()
+            assert set(self._host) == set(self._items), "host memory holds what no book knows"
+            assert self._sinking_bytes == sum(i.num_bytes for i in self._sinking.values())
