@@ -185,6 +185,7 @@ def _serve(args: argparse.Namespace) -> None:
         data_dir=data_dir(args),
         database_url=args.database_url,
     )
+
     def run(server: ServerConfig) -> None:
         tiers = _tier_config(args, server.data_dir)
         config = Config(dataclasses.replace(engine_config(args), tiers=tiers), server)
@@ -273,39 +274,6 @@ def _bench(args: argparse.Namespace) -> None:
     bench(options, engine_config(args))
 
 
-def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    from mmserve.bench.dims import DEFAULT, SHAPE_NAMES
-    from mmserve.bench.family_shapes import FAMILIES
-    from mmserve.bench.workload import WORKLOADS
-
-    add = parser.add_argument
-    add("workload", choices=(*WORKLOADS, *SUITES), help="or a suite of figures")
-    add("--sessions", type=flags.count, help="users (this and the next: default by workload)")
-    add("--turns", type=flags.count, help="of each user")
-    add("--images", type=flags.count, help="in view of a turn")
-    add("--prompt-tokens", type=flags.count, help="of a turn's text")
-    add("--output-tokens", type=flags.count, help="of each answer")
-    add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
-    add("--shape", choices=SHAPE_NAMES, default=DEFAULT, help="engine: model dimensions")
-    add("--case", action="append", metavar="TEXT", help="engine: cases that are named like it")
-    add(
-        "--family",
-        action="append",
-        choices=tuple(FAMILIES),
-        help="families: these and no others (may be given several times)",
-    )
-    add("--budget-seconds", type=flags.count, default=300, help="of a suite: no case starts later")
-    add("--step-tokens", type=flags.count, default=8192, help="engine: text tokens in one step")
-    add("--peer", choices=("transformers",), help="compare with its generate, in the same run")
-    add(
-        "--peer-dtype",
-        action="append",
-        choices=("float32", "bfloat16"),
-        help="may be given twice (default: float32)",
-    )
-
-
 def _models(args: argparse.Namespace) -> None:
     from mmserve.model.supported import listing
 
@@ -355,8 +323,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_engine_flags(chat)
     chat.set_defaults(run=_chat)
 
+    from mmserve.bench.flags import add_bench_flags
+
     bench = commands.add_parser("bench", help="measure latency, throughput and hit rates")
-    _add_bench_flags(bench)
+    add_bench_flags(bench, SUITES)
     _add_engine_flags(bench)
     bench.set_defaults(run=_bench)
 

@@ -70,7 +70,9 @@ ALLOWED = {
     | {"sequence", "kernels", "vision", "cache", "scheduler", "model", "kvfile", "tiers"},
     "server": TYPES | {"whole_file"},
     "chat": TYPES | {"engine"},
-    "bench": TYPES | {"sequence", "kernels", "vision", "cache", "scheduler", "model", "engine"},
+    "bench": TYPES
+    | {"flags"}
+    | {"sequence", "kernels", "vision", "cache", "scheduler", "model", "engine"},
     "__init__": set(),
 }
 ANYTHING = {"__main__"}  # the command line joins the ends

@@ -74,6 +74,16 @@ class Batch:
         """Text and visual tokens of the chunks."""
         return sum(c.num_rows for c in self.chunks)
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether all chunks are single rows."""
+        return all(chunk.num_rows == 1 for chunk in self.chunks)
+
+    @property
+    def computed(self) -> set[bytes]:
+        """Keys of the images that are computed in their contexts."""
+        return {context.placed.key for chunk in self.chunks for context in chunk.images}
+
     def __bool__(self) -> bool:
         return bool(self.chunks or self.images)
 

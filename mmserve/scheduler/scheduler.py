@@ -276,7 +276,7 @@ class Scheduler:
         most: before an image that is still to be encoded, or that another sequence computes."""
         at, room = seq.num_computed_tokens, self._budget
         images: list[ContextImage] = []
-        computed = _computed(batch)
+        computed = batch.computed
         for placed in lacking:
             # One behind all text is computed with the token that is the first to look at it; by a
             # prefill, which has none, at once.
@@ -289,7 +289,7 @@ class Scheduler:
             waits = not placed.in_context or placed.key in computed
             if waits or any(other.skip and other.start == placed.end for other in lacking):
                 return at, images  # a head that sees its whole image waits for the tail, too
-            first = at == seq.num_computed_tokens and not images and _only_decodes(batch)
+            first = at == seq.num_computed_tokens and not images and batch.only_decodes
             if placed.image.num_tokens > room and not first:
                 return at, images
             images.append(ContextImage(placed, self.holdings.writes(placed)))
@@ -302,8 +302,8 @@ class Scheduler:
         """All that is missing of a prompt, or nothing yet."""
         start, end = seq.num_computed_tokens, seq.num_prompt_tokens
         rows = end - start + sum(placed.image.num_tokens for placed in lacking)
-        fits = rows <= self._budget or _only_decodes(batch)
-        if not fits or not _computed(batch).isdisjoint(placed.key for placed in lacking):
+        fits = rows <= self._budget or batch.only_decodes
+        if not fits or not batch.computed.isdisjoint(placed.key for placed in lacking):
             return start, []
         return end, [ContextImage(placed, self.holdings.writes(placed)) for placed in lacking]
 
@@ -389,12 +389,3 @@ class Scheduler:
         self.holdings.check_invariants(self.running, self.waiting)
         for seq in self.running:
             assert seq.num_computed_tokens <= seq.num_tokens == len(seq.keys) + seq.num_pending
-
-
-def _only_decodes(batch: Batch) -> bool:
-    return all(chunk.num_rows == 1 for chunk in batch.chunks)
-
-
-def _computed(batch: Batch) -> set[bytes]:
-    """The images that a step computes in their contexts."""
-    return {context.placed.key for chunk in batch.chunks for context in chunk.images}
