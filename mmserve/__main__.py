@@ -252,7 +252,27 @@ def _bench_kernels(args: argparse.Namespace) -> None:
     )
 
 
-SUITES = {"engine": _bench_engine, "families": _bench_families, "kernels": _bench_kernels}
+def _bench_restore(args: argparse.Namespace) -> None:
+    from mmserve.bench.dims import SHAPES
+    from mmserve.bench.restore import RestoreSuite, bench_restore
+
+    suite = RestoreSuite(
+        shape=SHAPES.get(args.shape),
+        tokens=args.tokens,
+        step_tokens=args.step_tokens,
+        json=args.json,
+        command=shlex.join(["mmserve", *sys.argv[1:]]),
+        seed=args.seed,
+    )
+    bench_restore(suite, engine_config(args).model)
+
+
+SUITES = {
+    "engine": _bench_engine,
+    "families": _bench_families,
+    "kernels": _bench_kernels,
+    "restore": _bench_restore,
+}
 
 
 def _bench(args: argparse.Namespace) -> None:

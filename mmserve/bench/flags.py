@@ -25,7 +25,8 @@ def add_bench_flags(parser: argparse.ArgumentParser, suites: Iterable[str]) -> N
     add("--output-tokens", type=flags.count, help="of each answer")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
-    add("--shape", choices=SHAPE_NAMES, default=DEFAULT, help="engine: model dimensions")
+    add("--shape", choices=SHAPE_NAMES, default=DEFAULT, help="engine, restore: model dimensions")
+    add("--tokens", type=flags.count, default=32_768, help="restore: of the session's text")
     add("--case", action="append", metavar="TEXT", help="engine: cases that are named like it")
     add(
         "--family",
@@ -34,7 +35,12 @@ def add_bench_flags(parser: argparse.ArgumentParser, suites: Iterable[str]) -> N
         help="families: these and no others (may be given several times)",
     )
     add("--budget-seconds", type=flags.count, default=300, help="of a suite: no case starts later")
-    add("--step-tokens", type=flags.count, default=8192, help="engine: text tokens in one step")
+    add(
+        "--step-tokens",
+        type=flags.count,
+        default=8192,
+        help="engine, restore: text tokens in one step",
+    )
     add("--peer", choices=("transformers",), help="compare with its generate, in the same run")
     add(
         "--peer-dtype",

@@ -17,10 +17,19 @@ from mmserve.engine.transfer import upload
 def gather(pool: KVPool, pages: Sequence[int], out: Tensor | None = None) -> Tensor:
     """[layers, 2, kv_heads, len(pages), page_size, head_dim], a copy on the pool's device."""
     index = upload(pages, torch.long, pool.shape.device)
-    return torch.index_select(pool.tensor, 3, index, out=out)
+    if out is None:
+        out = pool.tensor.new_empty(*pool.tensor.shape[:3], len(pages), *pool.tensor.shape[4:])
+    torch.index_select(_wide(pool.tensor), 3, index, out=_wide(out))
+    return out
 
 
 def scatter(pool: KVPool, pages: Sequence[int], tensor: Tensor) -> None:
     """Writes what `gather` gave into these pages."""
     index = upload(pages, torch.long, pool.shape.device)
-    pool.tensor.index_copy_(3, index, tensor.to(pool.shape.device))
+    _wide(pool.tensor).index_copy_(3, index, _wide(tensor.to(pool.shape.device)))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The same bits in fewer, larger numbers: they are copied one by one."""
+    fits = tensor.shape[-1] * tensor.itemsize % torch.int64.itemsize == 0
+    return tensor.view(torch.int64) if fits else tensor

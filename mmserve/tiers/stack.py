@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, Protocol
 
 from mmserve.kvfile.header import KVFileError, KVMismatchError
@@ -48,10 +48,20 @@ class Fetch:
 
     def __init__(self, reads: dict[bytes, Future[KVObject | None]]) -> None:
         self._reads = reads
+        self._left = len(reads)
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        for read in reads.values():
+            read.add_done_callback(self._count)
+
+    def _count(self, _: Future[KVObject | None]) -> None:
+        with self._lock:
+            self._left -= 1
+        if not self._left:
+            self._ended.set()
 
     @property
     def finished(self) -> bool:
-        return all(read.done() for read in self._reads.values())
+        return self._ended.is_set()
 
     def got(self, name: bytes) -> KVObject | None:
         read = self._reads.get(name)
@@ -59,7 +69,7 @@ class Fetch:
 
     def wait(self, seconds: float) -> None:
         """Until all has ended, or so long."""
-        wait(self._reads.values(), seconds)
+        self._ended.wait(seconds)
 
     def cancel(self) -> None:
         for read in self._reads.values():
@@ -309,6 +319,12 @@ class TierStack:
         self._folder.delete(name)
 
     # -- the end --------------------------------------------------------------------------------
+
+    def clear_host(self) -> None:
+        """Forget what is in host memory, as a restart does."""
+        with self._lock:
+            self._items.clear()
+            self._host = Ledger(self._host.budget)
 
     def settle(self) -> None:
         """Wait until all that was handed to the writer is written."""
