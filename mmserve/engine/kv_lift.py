@@ -53,7 +53,7 @@ class Lifter:
         text: list[Wish] = []
         end = 0
         if self._holdings.radix is not None:
-            known = self._holdings.match(seq)[1]
+            known = self._holdings.reach(seq)
             names = self._run_names(seq)
             for name in names[known // self._run_tokens :]:
                 tier = self._stack.where(name)
@@ -130,14 +130,14 @@ class Lifter:
         while run < len(names) and self._at_hand(seq, names[run]):
             run += 1
         reach = min(max(known, run * self._run_tokens), limit)
-        return reach if reach > self._holdings.match(seq)[1] else 0
+        return reach if reach > self._holdings.reach(seq) else 0
 
     def _lift_text(self, seq: Seq, radix: RadixCache, reach: int) -> bool:
         """False where there was no room."""
         found = radix.find(seq.keys)
         radix.lock(found.node)
         try:
-            matched, size = self._holdings.match(seq)[1], self._holdings.page_size
+            matched, size = self._holdings.reach(seq), self._holdings.page_size
             for end in range(reach // size, matched // size, -1):
                 sources = self._sources(seq, found, end)
                 if sources is not None:
