@@ -90,6 +90,16 @@ GEMMA2_9B: Words = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
+GEMMA2_27B: Words = {
+    **GEMMA2_9B,
+    "hidden_size": 4608,
+    "intermediate_size": 36864,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "query_pre_attn_scalar": 144,
+}
 GEMMA3_4B: Words = {
     "model_type": "gemma3_text",
     "hidden_size": 2560,
@@ -329,6 +339,14 @@ FAMILIES: dict[str, Words] = {
         "text_config": GEMMA3_12B,
         "vision_config": {**SIGLIP, "image_size": 896},
         "mm_tokens_per_image": 256,
+    },
+    "gemma2-27b": GEMMA2_27B,
+    "paligemma2-28b": {
+        "model_type": "paligemma",
+        "text_config": {**GEMMA2_27B, "vocab_size": 257216},
+        "vision_config": {**SIGLIP, "image_size": 896},
+        "projection_dim": 4608,
+        "hidden_size": 4608,
     },
     "mistral3-24b": {
         "model_type": "mistral3",
