@@ -163,8 +163,13 @@ class History:
     @property
     def shown(self) -> list[StoredImage]:
         """The images that can be read, oldest first."""
-        own = [image for entry in self.entries for image in entry.item.images]
-        return [i for i in (*self.images, *own) if i.digest not in self.state.forgotten]
+        return [i for i in self.all_images if i.digest not in self.state.forgotten]
+
+    @property
+    def all_images(self) -> list[StoredImage]:
+        """Also those that are forgotten."""
+        own = (image for entry in self.entries for image in entry.item.images)
+        return [*self.images, *own]
 
     async def head(self) -> tuple[Part, ...]:
         """What stands for the turns that were dropped."""

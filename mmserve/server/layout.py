@@ -6,13 +6,14 @@ Owns what is tried when a prompt does not fit. Knows nothing of turns or of read
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mmserve.errors import ContextLengthExceededError, RequestError, TooManyImagesError
 from mmserve.prompt import Prompt
 from mmserve.server.engine_face import EngineFace, Generation
 from mmserve.server.history import History, render
 from mmserve.server.responses_request import ResponseRequest
-from mmserve.server.window import Budget, cut, num_turns, shorter, text_tokens, trim
+from mmserve.server.window import Budget, cut, in_turn, num_turns, shorter, text_tokens, trim
 
 HINT = "With 'session_policy' or 'truncation': 'auto' it would go on without its oldest turns."
 
@@ -35,7 +36,7 @@ class Layout:
         for each in self._attempts(history):
             try:
                 prompt, fitted = await self._fit(each)
-                return self._submit(id, prompt), fitted
+                return self._submit(id, prompt, fitted), fitted
             except (ContextLengthExceededError, TooManyImagesError) as error:
                 refused = error
         assert refused is not None
@@ -47,9 +48,18 @@ class Layout:
                 ) from refused
         raise refused
 
-    def _submit(self, id: str, prompt: Prompt) -> Generation:
-        request = self._request
-        return self._engine.submit(id, prompt, request.params, prefill_only=request.prefill)
+    def _submit(self, id: str, prompt: Prompt, history: History) -> Generation:
+        request, params = self._request, self._request.params
+        if request.prefill or history.state.policy is None:
+            streaming = None
+        else:
+            limit = self._engine.info.max_model_len
+            streaming = in_turn(history, prompt, limit)
+            if params.max_tokens is None:  # the context no longer ends it
+                params = replace(params, max_tokens=limit)
+        return self._engine.submit(
+            id, prompt, params, prefill_only=request.prefill, streaming=streaming
+        )
 
     def _attempts(self, history: History) -> Iterator[History]:
         """What to try, the longest first."""

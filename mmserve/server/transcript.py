@@ -124,6 +124,7 @@ class Transcript:
             "id": self.id,
             "object": "response",
             **self._head,
+            "session": self._session(),
             "status": self.status,
             "completed_at": self._completed_at,
             "error": self._error(),
@@ -134,6 +135,16 @@ class Transcript:
             "usage": usage_json(answer) if ended else None,
             "timings": timings_json(answer.timings, answer.usage) if ended else None,
         }
+
+    def _session(self) -> dict[str, Any] | None:
+        """What was dropped inside the turn comes on top of what had been before."""
+        session: dict[str, Any] | None = self._head.get("session")
+        usage = self.answer.usage
+        if session is None or not usage.dropped_tokens:
+            return session
+        tokens = session["dropped_tokens"] + usage.dropped_tokens
+        images = session["dropped_images"] + usage.dropped_images
+        return {**session, "dropped_tokens": tokens, "dropped_images": images}
 
     def _error(self) -> dict[str, Any] | None:
         if self.status != "failed":

@@ -16,10 +16,10 @@ from mmserve.prompt import Message, Prompt, TextPart
 from mmserve.request import FinishReason, SamplingParams
 from mmserve.server.answer import Answer
 from mmserve.server.errors import StorageUnavailableError
-from mmserve.server.history import History, render
+from mmserve.server.history import Entry, History, render
 from mmserve.server.services import Services
 from mmserve.server.store import Turn
-from mmserve.server.window import Budget, dropped, trim
+from mmserve.server.window import Budget, dropped, line, trim
 from mmserve.server.wire import new_id
 
 log = logging.getLogger("mmserve.server")
@@ -51,7 +51,8 @@ class Upkeep:
         budget = Budget.of(policy, self.services.info.max_model_len)
         images = answer.usage.image_tokens
         text = answer.usage.prompt_tokens - images + len(answer.token_ids)
-        if budget.holds_more(text, images):
+        question = sum(line(Entry(item)).tokens for item in turn.items)
+        if budget.holds_more(text, images, question):
             return None
         whole = turn.history()
         kept = trim(whole, budget, text, images)

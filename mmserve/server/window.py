@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from mmserve.prompt import Prompt
+from mmserve.request import ImageSegment, Streaming
 from mmserve.server.history import Entry, History, StoredImage
 from mmserve.session import Line, SessionPolicy, plan_cut, turns
 
@@ -37,9 +39,11 @@ class Budget:
     def holds(self, text: int, images: int) -> bool:
         return text <= self.window and images <= self.room
 
-    def holds_more(self, text: int, images: int) -> bool:
-        """Whether there is room for another question, too: an eighth of each."""
-        return self.holds(text + self.window // 8, images + self.room // 8)
+    def holds_more(self, text: int, images: int, question: int) -> bool:
+        """Whether there is room for another turn, too: for twice a question of so many tokens, or
+        an eighth of the window; and for an eighth of the images."""
+        more = min(max(2 * question, self.window // 8), self.window // 2)
+        return self.holds(text + more, images + self.room // 8)
 
     def max_images(self, count: int, each: int) -> int | None:
         """How many of `count` images of `each` tokens may stay: where they have outgrown their
@@ -93,6 +97,39 @@ def trim(history: History, budget: Budget, text: int, images: int) -> History:
     count = len(history.shown)
     limit = budget.max_images(count, images // count if count else 0)
     return cut(history, budget.window, max(0, text - text_tokens(history)), limit)
+
+
+def in_turn(history: History, prompt: Prompt, max_model_len: int) -> Streaming:
+    """How an answer goes on that outgrows its window: within a turn, text may pass it by half.
+
+    What stands before the first turn is kept like the sinks, as far as there is room.
+    """
+    policy = history.state.policy
+    assert policy is not None
+    window = Budget.of(policy, max_model_len).window
+    system = sum(line(e).tokens for e in history.entries if e.item.role == "system")
+    head = max(0, prompt.num_text_tokens - text_tokens(history)) + system
+    held = max(window * 3 // 2, prompt.num_text_tokens + window // 2)
+    sinks = min(max(policy.sinks, head), held // 4)
+    return Streaming(held, sinks, held // 2, _readable(history, prompt))
+
+
+def _readable(history: History, prompt: Prompt) -> frozenset[bytes] | int | None:
+    """The images that a cut inside a turn leaves, in the engine's words."""
+    policy, pinned = history.state.policy, history.state.pinned
+    assert policy is not None
+    if policy.images == "all":
+        return None
+    if isinstance(policy.images, int) and not pinned:
+        return policy.images
+    segments = [s.image.digest for s in prompt.segments if isinstance(s, ImageSegment)]
+    present = [
+        i for i in history.all_images if history.state.forgotten.get(i.digest) != "recompute"
+    ]
+    newest = policy.images if isinstance(policy.images, int) else 0
+    first = len(present) - newest
+    pairs = enumerate(zip(present, segments, strict=True))
+    return frozenset(digest for n, (i, digest) in pairs if n >= first or i.digest in pinned)
 
 
 def _leave(history: History, first: int, images: tuple[StoredImage, ...]) -> History:

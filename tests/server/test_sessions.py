@@ -379,7 +379,7 @@ def summarised(running: Running) -> list[dict[str, Any]]:
 def test_a_summary_stands_for_what_was_dropped(begin: Start) -> None:
     running = begin()
     last = summarised(running)[-1]
-    (asked,) = prompts(running, "summary")
+    asked = prompts(running, "summary")[0]
     first = prompts(running, "resp")[-2]
     assert asked[:4] == first[:4], "it reads what was dropped, as it was laid out"
     assert asked[-1].role == "user" and "Summarise" in texts(asked[-1])
@@ -388,8 +388,7 @@ def test_a_summary_stands_for_what_was_dropped(begin: Start) -> None:
     assert session["summary_missing"] is None
     head = texts(prompts(running, "resp")[-1][0])
     assert head.startswith("Summary of the earlier part") and session["summary"] in head
-    (ahead,) = prompts(running, "prefill")
-    assert texts(ahead[0]) == head
+    assert texts(prompts(running, "prefill")[0][0]) == head
 
 
 def test_a_later_summary_reads_the_earlier_one(begin: Start) -> None:
@@ -432,3 +431,55 @@ def test_a_summary_that_fails_is_reported(begin: Start) -> None:
     after = ask(running, "go on", previous_response_id=cut["id"])
     assert after["session"]["dropped_items"] > 0 and after["session"]["summary"] is None
     assert "tripped" in after["session"]["summary_missing"]
+
+
+# What is forgotten, and inside a turn
+
+
+def states(prompt: list[Message]) -> list[tuple[int | None, str]]:
+    return [(p.number, p.state) for m in prompt for p in m.parts if isinstance(p, ImagePart)]
+
+
+@pytest.mark.parametrize(("how", "state"), [("recompute", "gone"), ("mark", "marked")])
+def test_a_forgotten_picture_is_not_shown_until_it_is_sent_again(
+    begin: Start, how: Any, state: str
+) -> None:
+    running = begin()
+    last = talk(running, 2, {})[-1]
+    turn = running.services.responses._turns[last["id"]]
+    assert turn.parent is not None
+    digest = turn.parent.items[0].images[0].digest
+    turn.session = turn.session.forget(digest, how)
+    after = ask(running, "and?", previous_response_id=last["id"])
+    assert states(prompts(running, "resp")[-1]) == [(1, state), (2, "shown")]
+    assert after["session"]["kept_images"] == 1
+    assert after["session"]["approximate"] == (how == "mark")
+    ask(running, "again", "picture 0", previous_response_id=after["id"])
+    assert states(prompts(running, "resp")[-1]) == [(1, "shown"), (2, "shown"), (3, "shown")]
+
+
+def test_an_answer_is_told_how_to_go_on_when_it_outgrows_its_window(begin: Start) -> None:
+    running = begin()
+    first = ask(running, "x" * 50, "p", instructions="be brief", session_policy={"window": 400})
+    streaming = running.engine.streaming[0]
+    assert streaming is not None
+    assert (streaming.window, streaming.keep, streaming.images) == (600, 300, None)
+    assert len("<system>be brief") - 4 <= streaming.sinks < 40
+    assert running.engine.params[0].max_tokens == running.engine.info.max_model_len
+    policy = {"window": 400, "images": 1}
+    ask(running, "y", "q", previous_response_id=first["id"], session_policy=policy)
+    assert [s and s.images for s in running.engine.streaming] == [None, 1]
+    ask(running, "y", previous_response_id=first["id"], session_policy=None)
+    assert running.engine.streaming[2] is None and running.engine.params[2].max_tokens is None
+
+
+def test_pinned_pictures_stay_inside_a_turn_under_the_engines_names(begin: Start) -> None:
+    running = begin()
+    last = talk(running, 3, {"session_policy": {"window": 1000, "images": 1}})[-1]
+    turn = running.services.responses._turns[last["id"]]
+    first = turn.parent.parent.items[0].images[0]  # type: ignore[union-attr]
+    turn.session = turn.session.pin(first.digest)
+    ask(running, "and?", previous_response_id=last["id"])
+    digests = {bytes.fromhex(i.digest) for i in (first, *turn.items[0].images)}
+    streaming = running.engine.streaming[-1]
+    assert streaming is not None and streaming.images == frozenset(digests)
