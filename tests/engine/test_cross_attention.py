@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.engine import Engine
 from mmserve.model.weights import load
-from mmserve.request import SamplingParams, Segment
+from mmserve.request import ImageSegment, SamplingParams, Segment, TextSegment
 from tests.engine.driver import Driver
 from tests.model import families
 from tests.model.border import message
@@ -48,6 +49,22 @@ def segments(driver: Driver, *parts: Any) -> tuple[Segment, ...]:
     files = [p.data for p in said.parts if hasattr(p, "data")]
     images = [driver.engine.pipeline.prepare(f, alone=len(files) == 1) for f in files]
     return driver.engine.template.render([said], images).segments
+
+
+def test_an_image_that_is_marked_is_not_looked_at_again_and_its_text_is_found(
+    driver: Driver,
+) -> None:
+    said = segments(driver, "Compare these:", PICTURE, "and", OTHER, ", please.")
+    answer = driver.ask(*said, params=GREEDY)
+    before = driver.counts()
+    shown = [s for s in said if isinstance(s, ImageSegment)]
+    marked = [replace(shown[0], marked=True) if s is shown[0] else s for s in said]
+    request = driver.submit((*marked, TextSegment(tuple(answer)), *said[:1]), GREEDY)
+    driver.run()
+    usage = driver.last(request).usage
+    assert usage is not None and usage.vision_hits == 1 and usage.cached_tokens > 16
+    assert driver.counts() == before
+    driver.assert_idle()
 
 
 def test_one_projection_per_layer_and_image_however_many_steps_and_sessions(

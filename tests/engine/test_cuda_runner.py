@@ -24,7 +24,7 @@ from mmserve.engine.model_runner import ModelRunner
 from mmserve.model import cuda_step
 from mmserve.model.cuda_layer import CUDALayer
 from mmserve.model.weights import load
-from mmserve.request import SamplingParams, Segment, TextSegment
+from mmserve.request import SamplingParams, Segment, Streaming, TextSegment
 from tests.engine.driver import Driver, picture, words
 from tests.engine.test_families import Family
 from tests.engine.tiny import tiny_config, tiny_model
@@ -89,6 +89,28 @@ def test_a_known_image_is_not_computed_again(driver: Driver) -> None:
     driver.run()
     assert driver.engine.metrics.vision_encoder_runs.collect() == runs
     assert driver.tokens(first) == driver.tokens(again)
+
+
+def test_an_answer_goes_on_beyond_its_window_and_behind_a_marked_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Launched ahead, and as the plain runner does it."""
+    answers = []
+    for build in (on_the_plain_runner, on_the_gpus_runner):
+        monkeypatch.setattr(engine_module, "build_runner", build)
+        driver = make_driver(budget=70)
+        prompt = (words(1, 4), driver.image(picture(1)), words(2, 14), driver.image(picture(2)))
+        params = replace(BRIEF, max_tokens=5, ignore_eos=True)
+        cut = driver.submit((*prompt, words(3, 2)), params, streaming=Streaming(22, 4, 6))
+        driver.run()
+        marked = (prompt[0], replace(prompt[1], marked=True), *prompt[2:], words(3, 3))
+        behind = driver.submit(marked, replace(BRIEF, max_tokens=2))
+        driver.run()
+        first, second = (driver.last(request).usage for request in (cut, behind))
+        assert first is not None and first.dropped_tokens > 0
+        assert second is not None and second.vision_hits == 1
+        answers.append((driver.tokens(cut), driver.tokens(behind), first, second))
+    assert answers[0] == answers[1]
 
 
 def test_an_image_may_be_computed_in_its_context_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
