@@ -25,7 +25,7 @@ from mmserve.server.event_log import EventLog, LogEvictedError
 from mmserve.server.fields import Fields
 from mmserve.server.history import Item, StoredImage
 from mmserve.server.image_refs import of_item, sent
-from mmserve.server.job import Job
+from mmserve.server.job import Job, Tail
 from mmserve.server.realtime_events import TERMINAL, Reply, event
 from mmserve.server.realtime_items import Conversation, has_images, item_json
 from mmserve.server.realtime_prompts import Prompts, Started
@@ -253,12 +253,17 @@ class RealtimeSession(SocketSession):
         self._jobs[id] = job
         if reply.conversation is not None:
             self._writer = id
-        task = asyncio.ensure_future(self.guarded(self._tell(reply, job)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _tell(self, reply: Reply, job: Job) -> None:
         tail = job.attach()
+        task = asyncio.ensure_future(self.guarded(self._tell(reply, tail)))
+        self._tasks.add(task)
+
+        def gone(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            tail.close()  # also where the task was cancelled before it began
+
+        task.add_done_callback(gone)
+
+    async def _tell(self, reply: Reply, tail: Tail) -> None:
         try:
             async with aclosing(tail.events()) as logged:
                 async for entry in logged:
@@ -270,7 +275,6 @@ class RealtimeSession(SocketSession):
         except LogEvictedError:
             raise SlowReaderError from None
         finally:
-            tail.close()
             self._ended(reply)
 
     def _ended(self, reply: Reply) -> None:
