@@ -17,9 +17,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mmserve.errors import RequestError, TooManyImagesError
 from mmserve.prompt import Message, TextPart
-from mmserve.server.ahead import Ahead
 from mmserve.server.content import ImageRef
-from mmserve.server.engine_face import Generation
 from mmserve.server.errors import RateLimitError, error_object, internal_error
 from mmserve.server.event_log import EventLog, LogEvictedError
 from mmserve.server.fields import Fields
@@ -56,7 +54,7 @@ class RealtimeSession(SocketSession):
         self._jobs: dict[str, Job] = {}  # running, by response
         self._tasks: set[asyncio.Task[None]] = set()
         self._writer: str | None = None
-        self._ahead = Ahead(self._prefill)
+        self._ahead: asyncio.Task[None] | None = None  # computes the next prompt's layout
         self._changed = False  # the items, while a response was writing
         self._handlers: dict[str, Callable[[Fields], Awaitable[None]]] = {
             "session.update": self._update,
@@ -73,8 +71,7 @@ class RealtimeSession(SocketSession):
         await super().run()
 
     async def leave(self) -> None:
-        await self._ahead.stop()
-        await cancel(*self._tasks)
+        await cancel(*self._tasks, *(() if self._ahead is None else (self._ahead,)))
 
     # In
 
@@ -190,15 +187,29 @@ class RealtimeSession(SocketSession):
     def _compute_ahead(self) -> None:
         """The items have changed, so that the next prompt is another. While a response writes, it
         is not known yet."""
+        self._stop_ahead()
         self._changed = self._writer is not None
         if not self._changed:
-            self._ahead.compute()
+            self._ahead = asyncio.ensure_future(self._prefill())
 
-    async def _prefill(self) -> Generation | None:
+    def _stop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+
+    async def _prefill(self) -> None:
         items = self._conversation.context()
         if not items:
-            return None
-        return await self._prompts.prefill(new_id("ahead"), items, self._config.settings)
+            return
+        id = new_id("ahead")
+        try:
+            generation = await self._prompts.prefill(id, items, self._config.settings)
+        except RequestError as error:
+            return log.debug("nothing is computed ahead: %s", error.message)  # the response says it
+        try:
+            async for _ in generation:
+                pass
+        finally:
+            generation.abort()
 
     # Responses
 
@@ -215,7 +226,7 @@ class RealtimeSession(SocketSession):
         if len(self._jobs) >= limit:
             raise RateLimitError(f"This socket may have {limit} running responses.")
         if wish.writes:
-            await self._ahead.stop()  # this one computes it now
+            self._stop_ahead()  # this one computes it now
         started, id = await self._start(wish)
         transcript = Transcript(id, {}, calling=wish.settings.calling)
         reply = Reply(
