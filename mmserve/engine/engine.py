@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
@@ -29,6 +29,7 @@ from mmserve.engine.live import Live
 from mmserve.engine.meter import board_meter, step_work
 from mmserve.engine.model_runner import ModelRunner, build_runner
 from mmserve.engine.sampler import Drawn, Sampler
+from mmserve.held_image import ABSENT
 from mmserve.kvfile.file import read_file, write_file
 from mmserve.kvfile.header import KVHeader
 from mmserve.metrics import Metrics
@@ -47,7 +48,6 @@ LONGEST_START_S = 0.005  # of the host, in a step that images ride along; at lea
 MAX_KEYS = 4096  # images of which is known where they were computed last
 
 Event = tuple[str, TokenEvent]  # (request id, what happened)
-ImageState = Literal["active", "host", "disk", "absent"]
 
 
 class Flight(NamedTuple):
@@ -75,8 +75,16 @@ class Engine:
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
         self._last_keys: dict[bytes, bytes] = {}  # by digest, of images computed in their context
         self.pipeline.connect(self._is_resident, self.metrics.image_decodes.inc)
+        self.tiers = build_tiers(
+            config.tiers, self.kv.identity, self.runner, self.scheduler, self.metrics
+        )
+        self._figures = Figures(self.metrics, self.scheduler, self.tiers)
         pools = [self.runner.vision[g] for g in self.scheduler.holdings.image_groups]
-        self.images = ImageKV(pools, lambda digest: self._last_keys.get(digest, digest))
+        self.images = ImageKV(
+            pools,
+            lambda digest: self._last_keys.get(digest, digest),
+            self.tiers.image_tier if self.tiers is not None else lambda key: None,
+        )
         self.default_sampling = border.sampling
         # Tokens that can be chosen, and can be spoken of.
         self.vocab_size = min(self.tokenizer.vocab_size, self.runner.adapter.vocab_size)
@@ -84,10 +92,6 @@ class Engine:
         # One flight is in the air between two steps. May be set at any time, to compare.
         self.overlaps = self.runner.overlaps
         self._flight: Flight | None = None
-        self.tiers = build_tiers(
-            config.tiers, self.kv.identity, self.runner, self.scheduler, self.metrics
-        )
-        self._figures = Figures(self.metrics, self.scheduler, self.tiers)
         self._sampler = Sampler()
         self._live: dict[str, Live] = {}
         self._outbox: list[Event] = []
@@ -152,14 +156,6 @@ class Engine:
         self._figures.observe(started, idle=not self._live)
         events, self._outbox = self._outbox, []
         return events
-
-    def image_state(self, digest: bytes) -> ImageState:
-        """Where an image's KV is; computed in its context: in the last one. Any thread may ask."""
-        key = self._last_keys.get(digest, digest)
-        if self.scheduler.holdings.is_stored(key):
-            return "active"
-        tier = self.tiers.image_tier(key) if self.tiers is not None else None
-        return "absent" if tier is None else "host" if tier == "host" else "disk"
 
     def close(self) -> None:
         """Nothing runs any more: what is to outlive the process is written."""
@@ -239,7 +235,8 @@ class Engine:
     def _is_resident(self, digest: bytes) -> bool:
         """Whether an image's pixels are not needed; where it is computed in its context, if that is
         the one that it was last computed in: for another, a step makes them. Any thread may ask."""
-        return self.image_state(digest) != "absent" or self.runner.knows(digest)
+        key = self._last_keys.get(digest, digest)
+        return self.images.state(key) != ABSENT or self.runner.knows(digest)
 
     def _note_context(self, context: ContextImage) -> None:
         """An image is computed in its context, under this key."""

@@ -12,7 +12,7 @@ from mmserve.cache.kv_pool import VisionKVPool
 from mmserve.errors import PinBudgetExceededError
 from mmserve.held_image import ABSENT, HeldImage, ImageId
 
-ACTIVE = "active"
+ACTIVE, HOST, DISK = "active", "host", "disk"  # an object store is a far disk
 PIN_SHARE = 2  # pinned images may take one part in so many of the pool
 
 
@@ -23,16 +23,24 @@ class _Pin(NamedTuple):
 
 class ImageKV:
     """`pools`: of the layer groups that have images. `key_of(digest)`: what an image's KV was
-    stored under last."""
+    stored under last. `tier_of(key)`: the highest tier below the pools that has it."""
 
-    def __init__(self, pools: Sequence[VisionKVPool], key_of: Callable[[bytes], bytes]) -> None:
-        self._pools = pools
+    def __init__(
+        self,
+        pools: Sequence[VisionKVPool],
+        key_of: Callable[[bytes], bytes],
+        tier_of: Callable[[bytes], str | None] = lambda key: None,
+    ) -> None:
+        self._pools, self._tier_of = pools, tier_of
         self._key_of = key_of
         self._pinned: dict[ImageId, _Pin] = {}
 
     def state(self, key: bytes) -> str:
-        """Where the KV of a key is."""
-        return ACTIVE if all(pool.index.is_ready(key) for pool in self._pools) else ABSENT
+        """Where the KV of a key is. Any thread may ask."""
+        if all(pool.index.is_ready(key) for pool in self._pools):
+            return ACTIVE
+        tier = self._tier_of(key)
+        return ABSENT if tier is None else tier if tier == HOST else DISK
 
     def held(self, images: Sequence[ImageId]) -> list[HeldImage]:
         return [self._held(image) for image in images]

@@ -69,12 +69,13 @@ class Owner:
     identity: Identity
 
     @cached_property
-    def words(self) -> Any:
-        return json.loads(json.dumps(dataclasses.asdict(self.identity)))
+    def words(self) -> str:
+        """The identity as a file says it."""
+        return _text(dataclasses.asdict(self.identity))
 
     @cached_property
     def seed(self) -> bytes:
-        return hashlib.sha256(_text(self.words)).digest()
+        return hashlib.sha256(self.words.encode()).digest()
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -134,7 +135,8 @@ def header_of(owner: Owner, item: KVObject) -> bytes:
 
 
 def _meta(owner: Owner, item: KVObject) -> bytes:
-    return _text([VERSION, item.name.hex(), dataclasses.asdict(item.parts), owner.words])
+    """What an object says of itself."""
+    return owner.seed + _said(item.name, item.parts).encode()
 
 
 def _checksum(meta: bytes, memory: Tensor) -> str:
@@ -146,19 +148,8 @@ def _checksum(meta: bytes, memory: Tensor) -> str:
 
 
 def _header(owner: Owner, name: bytes, parts: Parts, checksum: str) -> bytes:
-    words: dict[str, Any] = {
-        "__metadata__": {
-            "kv_object": _text(
-                {
-                    "version": VERSION,
-                    "name": name.hex(),
-                    "parts": dataclasses.asdict(parts),
-                    "identity": owner.words,
-                    "xxh3": checksum,
-                }
-            ).decode()
-        }
-    }
+    said = {"identity": owner.words, "object": _said(name, parts), "xxh3": checksum}
+    words: dict[str, Any] = {"__metadata__": said}
     start = 0
     for group, pages in parts.pages:
         shape = owner.shape(group, len(pages))
@@ -166,7 +157,7 @@ def _header(owner: Owner, name: bytes, parts: Parts, checksum: str) -> bytes:
         dtype = DTYPES[owner.identity.dtype]
         words[f"group.{group}"] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         start = end
-    text = _text(words)
+    text = _text(words).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
@@ -204,16 +195,14 @@ def header_length(start: bytes) -> int:
 def open_header(owner: Owner, name: bytes, header: bytes) -> Opened:
     """Raises `KVFileError`, a `KVMismatchError` where the object is another model's."""
     try:
-        words = json.loads(json.loads(header[8:])["__metadata__"]["kv_object"])
-        if words["version"] != VERSION:
-            raise KVFileError(f"objects of version {words['version']!r}; known is {VERSION}")
-        if words["identity"] != owner.words:
-            owner.identity.require(identity_from(words["identity"]))
-        parts = words["parts"]
-        pages = tuple((group, tuple(pages)) for group, pages in parts["pages"])
-        opened = Opened(
-            owner, name, Parts(parts["kind"], parts["num_tokens"], pages), words["xxh3"]
-        )
+        said = json.loads(header[8:])["__metadata__"]
+        if said["identity"] != owner.words:
+            owner.identity.require(identity_from(json.loads(said["identity"])))
+        version, _, kind, num_tokens, groups = json.loads(said["object"])
+        if version != VERSION:
+            raise KVFileError(f"objects of version {version!r}; known is {VERSION}")
+        pages = tuple((group, tuple(own)) for group, own in groups)
+        opened = Opened(owner, name, Parts(kind, num_tokens, pages), said["xxh3"])
         whole = _header(owner, name, opened.parts, opened.checksum)
     except KVFileError:
         raise
@@ -224,5 +213,9 @@ def open_header(owner: Owner, name: bytes, header: bytes) -> Opened:
     return opened
 
 
-def _text(words: Any) -> bytes:
-    return json.dumps(words, sort_keys=True, separators=(",", ":")).encode()
+def _said(name: bytes, parts: Parts) -> str:
+    return _text([VERSION, name.hex(), parts.kind, parts.num_tokens, parts.pages])
+
+
+def _text(words: Any) -> str:
+    return json.dumps(words, sort_keys=True, separators=(",", ":"))

@@ -286,16 +286,16 @@ def test_a_small_host_tier_passes_on_to_the_disk_and_never_exceeds_its_budget(
 def test_an_image_s_state_says_where_its_kv_is(tmp_path: Path) -> None:
     d = driver(tiny_model(), vision_pages=4)
     image = d.image(A)
-    assert d.engine.image_state(image.image.digest) == "absent"
+    assert d.engine.images.state(image.image.digest) == "absent"
     d.ask(image, words(1, 5))
-    assert d.engine.image_state(image.image.digest) == "active"
+    assert d.engine.images.state(image.image.digest) == "active"
     flood(d)
-    assert d.engine.image_state(image.image.digest) == "host"
+    assert d.engine.images.state(image.image.digest) == "host"
     source = driver(tiny_model(), disk(tmp_path))
     source.ask(image, words(1, 5))
     settle(source)
     fresh = driver(tiny_model(), disk(tmp_path))
-    assert fresh.engine.image_state(image.image.digest) == "disk"
+    assert fresh.engine.images.state(image.image.digest) == "disk"
 
 
 def test_what_computing_gives_sooner_is_not_loaded(tmp_path: Path) -> None:
