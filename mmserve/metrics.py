@@ -6,13 +6,14 @@ thread sets and adds while the server's loop renders, which prometheus_client ma
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 PREFIX = "mmserve:"
 
 Pool = Literal["text", "vision"]
+M = TypeVar("M", Counter, Gauge)
 POOLS: tuple[Pool, ...] = ("text", "vision")
 ENERGY_PARTS = ("decode", "prompt", "image_miss", "image_hit", "idle")
 
@@ -35,6 +36,12 @@ class Metrics:
 
         self.num_requests_running = self._gauge("num_requests_running", "Sequences in the batch")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests queued")
+        self.sequence_tokens_mean = self._gauge(
+            "sequence_tokens_mean", "Text and image tokens of the last 1000 requests that ended"
+        )
+        self.sequence_tokens_p99 = self._gauge(
+            "sequence_tokens_p99", "Of a hundred such requests, at most one was longer"
+        )
         self.num_preemptions = self._counter("num_preemptions", "Sequences set back to waiting")
 
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, text and image")
@@ -103,47 +110,71 @@ class Metrics:
         self._usage[pool].set(active / total if total else 0.0)
 
     def _add_tiers(self) -> None:
-        registry = self._registry
-        hits = Counter(
-            f"{PREFIX}tier_hit_tokens",
+        self._hits = self._labelled(
+            Counter,
+            "tier_hit_tokens",
             "Tokens whose KV came up from a tier, by kind; then the prefix cache or vision pool "
             "has them, so they count as hits there, too",
-            ("kind",),
-            registry=registry,
+            "kind",
         )
-        self.tier_hits = {kind: hits.labels(kind) for kind in ("text", "image")}
-        self._moved = Counter(
-            f"{PREFIX}tier_moved_bytes",
+        self._moved = self._labelled(
+            Counter,
+            "tier_moved_bytes",
             "KV that went to a tier (down) or came from it (up)",
-            ("tier", "direction"),
-            registry=registry,
+            "tier",
+            "direction",
         )
-        self._refusals = Counter(
-            f"{PREFIX}tier_refusals",
-            "Objects of KV that were not used or not kept, and are computed again when needed",
-            ("reason",),
-            registry=registry,
+        self._kv_refusals = self._labelled(
+            Counter,
+            "kv_refusals",
+            "KV that was refused or not kept, from a tier or a file, and why",
+            "source",
+            "reason",
         )
-        self._tier_objects = Gauge(
-            f"{PREFIX}tier_objects", "Objects of KV in a tier", ("tier",), registry=registry
+        self._tier_objects = self._labelled(Gauge, "tier_objects", "Objects of KV", "tier")
+        self._tier_bytes = self._labelled(Gauge, "tier_bytes", "Bytes of KV", "tier")
+        self._tier_pages = self._labelled(
+            Gauge, "tier_pages", "The same in pages of all layers, about", "tier"
         )
-        self._tier_bytes = Gauge(
-            f"{PREFIX}tier_bytes", "Bytes of KV in a tier", ("tier",), registry=registry
+        self._refusals = self._labelled(
+            Counter, "request_refusals", "Requests refused, by what their users are told", "reason"
         )
+        self.hit_rate = self._labelled(
+            Gauge,
+            "cache_hit_rate",
+            "Since the start, of what was looked up: text tokens found in the prefix cache, images "
+            "found in the vision pool, and of all prompt tokens those that came up from a tier",
+            "cause",
+        )
+
+    def tier_hits(self, kind: str, tokens: int) -> None:
+        self._hits.labels(kind).inc(tokens)
 
     def moved(self, tier: str, direction: str, num_bytes: int) -> None:
         self._moved.labels(tier, direction).inc(num_bytes)
 
     def refused(self, reason: str) -> None:
+        """An object of a tier."""
+        self._kv_refusals.labels("tier", reason).inc()
+
+    def file_refused(self, reason: str) -> None:
+        """A KV file that was to be taken in."""
+        self._kv_refusals.labels("file", reason).inc()
+
+    def request_refused(self, reason: str) -> None:
         self._refusals.labels(reason).inc()
 
-    def set_tier(self, tier: str, objects: int, num_bytes: int) -> None:
+    def set_tier(self, tier: str, objects: int, num_bytes: int, pages: int) -> None:
         self._tier_objects.labels(tier).set(objects)
         self._tier_bytes.labels(tier).set(num_bytes)
+        self._tier_pages.labels(tier).set(pages)
 
     def render(self) -> bytes:
         """All metrics in the Prometheus text format."""
         return generate_latest(self._registry)
+
+    def _labelled(self, kind: type[M], name: str, text: str, *labels: str) -> M:
+        return kind(PREFIX + name, text, labels, registry=self._registry)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(PREFIX + name, text, registry=self._registry)

@@ -99,3 +99,27 @@ def test_the_updates_of_a_step_look_up_no_labels(monkeypatch: pytest.MonkeyPatch
     metrics.inter_token_latency_seconds.observe(0.02)
     for joules in metrics.energy_joules.values():
         joules.inc(2)
+
+
+def test_what_is_refused_is_shown_by_its_reason() -> None:
+    metrics = Metrics()
+    metrics.refused("damaged")
+    metrics.file_refused("other_model")
+    metrics.request_refused("queue_full")
+    found = shown(metrics)
+    name = "mmserve:kv_refusals_total"
+    assert found[name, (("reason", "damaged"), ("source", "tier"))] == 1
+    assert found[name, (("reason", "other_model"), ("source", "file"))] == 1
+    assert found["mmserve:request_refusals_total", (("reason", "queue_full"),)] == 1
+
+
+def test_a_tier_is_shown_by_its_name() -> None:
+    metrics = Metrics()
+    metrics.set_tier("disk", 3, 3000, 7)
+    metrics.moved("disk", "up", 1000)
+    found = shown(metrics)
+    assert found["mmserve:tier_objects", (("tier", "disk"),)] == 3
+    assert found["mmserve:tier_bytes", (("tier", "disk"),)] == 3000
+    assert found["mmserve:tier_pages", (("tier", "disk"),)] == 7
+    moved = (("direction", "up"), ("tier", "disk"))
+    assert found["mmserve:tier_moved_bytes_total", moved] == 1000

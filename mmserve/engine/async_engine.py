@@ -24,6 +24,7 @@ from mmserve.config import EngineConfig, ImageLimits
 from mmserve.engine.border import GREEDY, build_border
 from mmserve.engine.engine import Engine, Event
 from mmserve.engine.model_runner import resolve_dtype
+from mmserve.engine.refusals import counted, counted_later
 from mmserve.engine.sampling_limits import validate
 from mmserve.errors import (
     ContextLengthExceededError,
@@ -182,6 +183,7 @@ class AsyncEngine:
     def metrics(self) -> Metrics:
         return self.engine.metrics
 
+    @counted_later
     async def prepare(
         self,
         messages: Sequence[Message],
@@ -259,6 +261,7 @@ class AsyncEngine:
             self._workers, lambda: [len(encode(text)) for text in texts]
         )
 
+    @counted
     def submit(
         self,
         request_id: str,

@@ -31,7 +31,7 @@ from mmserve.engine.model_runner import ModelRunner, build_runner
 from mmserve.engine.sampler import Drawn, Sampler
 from mmserve.held_image import ABSENT
 from mmserve.kvfile.file import read_file, write_file
-from mmserve.kvfile.header import KVHeader
+from mmserve.kvfile.header import KVFileError, KVHeader, KVMismatchError
 from mmserve.metrics import Metrics
 from mmserve.model.weights import Loaded
 from mmserve.request import FinishReason, ImageInput, ImageSegment, Request, TokenEvent
@@ -179,7 +179,12 @@ class Engine:
     def load_kv(self, path: Path) -> Placed:
         """Take in what a file holds, as far as there is room; all of a damaged or strange file is
         refused. Raises `KVFileError` or `OSError`."""
-        return self.kv.put(read_file(path, self.kv.identity))
+        try:
+            return self.kv.put(read_file(path, self.kv.identity))
+        except KVFileError as error:
+            other = isinstance(error, KVMismatchError)
+            self.metrics.file_refused("other_model" if other else "damaged")
+            raise
 
     # -- parts of a step ------------------------------------------------------------------------
 

@@ -7,13 +7,17 @@ knows nothing of how figures are shown.
 from __future__ import annotations
 
 import time
+from collections import deque
+from dataclasses import replace
 
+from mmserve.engine.kv_lift import Lifted
 from mmserve.engine.kv_tiers import KVTiers
 from mmserve.engine.live import Live
 from mmserve.metrics import Metrics
 from mmserve.scheduler.batch import Batch
-from mmserve.scheduler.scheduler import Scheduler
+from mmserve.scheduler.scheduler import Counts, Scheduler
 
+RECENT = 1000  # requests
 LEAST_PRICED = 32  # text tokens of prompts in one step
 OBSERVE_EVERY_S = 0.25  # counting evictable pages walks the whole prefix tree
 
@@ -21,6 +25,9 @@ OBSERVE_EVERY_S = 0.25  # counting evictable pages walks the whole prefix tree
 class Figures:
     def __init__(self, metrics: Metrics, scheduler: Scheduler, tiers: KVTiers | None) -> None:
         self._metrics, self._scheduler, self._tiers = metrics, scheduler, tiers
+        self._total, self._lifted = Counts(), Lifted()  # since the start
+        self._prompt_tokens = 0  # text and image, of requests that have ended
+        self._lengths: deque[int] = deque(maxlen=RECENT)  # text and image tokens of those
         self._landed_at = 0.0
         self._observed_at = 0.0
 
@@ -36,6 +43,8 @@ class Figures:
     def observe_end(self, live: Live) -> None:
         elapsed = time.monotonic() - live.request.arrival
         self._metrics.e2e_request_latency_seconds.observe(elapsed)
+        self._prompt_tokens += live.seq.num_prompt_tokens + live.seq.num_image_tokens
+        self._lengths.append(live.seq.length)
 
     def count(self, batch: Batch, started: float) -> None:
         """Share a landed step's time out by tokens: new tokens to decoding, the rest to prefill.
@@ -78,12 +87,36 @@ class Figures:
         metrics.mm_cache_queries.inc(new.image_queries)
         metrics.mm_cache_hits.inc(new.image_hits)
         self._observe_pages()
+        self._observe_lengths()
         if self._tiers is not None:
-            lifted = self._tiers.lifter.lifted
-            for kind in list(lifted):
-                metrics.tier_hits[kind].inc(lifted.pop(kind))
-            for tier, (count, num_bytes) in self._tiers.stack.used().items():
-                metrics.set_tier(tier, count, num_bytes)
+            self._observe_tiers(self._tiers)
+        self._observe_rates(new)
+
+    def _observe_lengths(self) -> None:
+        if lengths := sorted(self._lengths):
+            self._metrics.sequence_tokens_mean.set(sum(lengths) / len(lengths))
+            self._metrics.sequence_tokens_p99.set(lengths[-(-99 * len(lengths) // 100) - 1])
+
+    def _observe_tiers(self, tiers: KVTiers) -> None:
+        lifted, before = tiers.lifter.lifted, self._lifted
+        self._metrics.tier_hits("text", lifted.text_tokens - before.text_tokens)
+        self._metrics.tier_hits("image", lifted.image_tokens - before.image_tokens)
+        self._lifted = replace(lifted)
+        for tier, (count, num_bytes) in tiers.stack.used().items():
+            self._metrics.set_tier(tier, count, num_bytes, num_bytes // tiers.lifter.page_bytes)
+
+    def _observe_rates(self, new: Counts) -> None:
+        """What came up from a tier is no merit of the pools, though it is found in them then."""
+        total, lifted = self._total, self._lifted
+        for name, value in vars(new).items():
+            setattr(total, name, getattr(total, name) + value)
+        tokens = lifted.text_tokens + lifted.image_tokens
+        for cause, found, of in (
+            ("prefix", total.prefix_hits - lifted.text_tokens, total.prefix_queries),
+            ("image", total.image_hits - lifted.images, total.image_queries),
+            ("tier", tokens, self._prompt_tokens),
+        ):
+            self._metrics.hit_rate.labels(cause).set(min(max(found / max(of, 1), 0.0), 1.0))
 
     def _observe_pages(self) -> None:
         """By kind of pool, all layer groups' together."""

@@ -9,8 +9,8 @@ what was there before. So a request that never runs leaves nothing to give back.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mmserve.cache.radix_cache import RadixCache
@@ -20,7 +20,7 @@ from mmserve.scheduler.holdings import Holdings
 from mmserve.sequence import PlacedImage
 from mmserve.sequence import Sequence as Seq
 from mmserve.tiers.cost import Costs
-from mmserve.tiers.kv_object import Kind, KVObject, Parts
+from mmserve.tiers.kv_object import KVObject, Parts
 from mmserve.tiers.names import RUN_PAGES, image_name, run_names
 from mmserve.tiers.stack import Fetch, Tier, TierStack
 
@@ -34,6 +34,15 @@ class Wish(NamedTuple):
     num_tokens: int
 
 
+@dataclass
+class Lifted:
+    """What has come up since the start."""
+
+    text_tokens: int = 0
+    image_tokens: int = 0
+    images: int = 0
+
+
 class Lifter:
     def __init__(
         self, stack: TierStack, holdings: Holdings, objects: KVObjects, costs: Costs
@@ -44,7 +53,7 @@ class Lifter:
         self._run_tokens = RUN_PAGES * holdings.page_size
         self._names: dict[str, tuple[list[Hashable], list[bytes]]] = {}  # by request
         self._fetched: dict[str, Fetch] = {}
-        self.lifted: Counter[Kind] = Counter()  # tokens since they were last taken
+        self.lifted = Lifted()
 
     # -- before a request is queued -------------------------------------------------------------
 
@@ -83,6 +92,11 @@ class Lifter:
             names = run_names(self._seed, seq.keys, self._run_tokens)
             self._names[seq.id] = (seq.keys, names)
         return names
+
+    @property
+    def page_bytes(self) -> int:
+        """Of text, in all layers."""
+        return self._run_bytes() // RUN_PAGES
 
     def _run_bytes(self) -> int:
         every = tuple(range(RUN_PAGES))
@@ -207,7 +221,7 @@ class Lifter:
         finally:
             for g, own in zip(groups, new, strict=True):
                 self._holdings.text[g].release(own)
-        self.lifted["text"] += tokens
+        self.lifted.text_tokens += tokens
         self._stack.came_up(num_bytes)
         return True
 
@@ -266,7 +280,8 @@ class Lifter:
         self._objects.write(item, pages)
         for g in absent:
             vision[g].mark_ready(key)
-        self.lifted["image"] += placed.num_stored
+        self.lifted.images += 1
+        self.lifted.image_tokens += placed.num_stored
         self._stack.came_up(item.num_bytes)
 
 

@@ -86,13 +86,14 @@ def found(d: Driver) -> tuple[int, int, int]:
     return usage.cached_tokens, usage.vision_hits, usage.vision_misses
 
 
+def figure(d: Driver, name: str, **labels: str) -> float | None:
+    return d.engine.metrics._registry.get_sample_value(f"mmserve:{name}", labels)
+
+
 def refusals(d: Driver) -> dict[str, float]:
-    (family,) = d.engine.metrics._refusals.collect()
-    return {
-        sample.labels["reason"]: sample.value
-        for sample in family.samples
-        if sample.name.endswith("_total")
-    }
+    reasons = ("damaged", "other_model", "unreadable", "unwritable", "queue_full")
+    found = {r: figure(d, "kv_refusals_total", source="tier", reason=r) for r in reasons}
+    return {reason: count for reason, count in found.items() if count}
 
 
 def test_what_was_evicted_comes_back_from_host_memory(model: Callable[[], Any]) -> None:
@@ -307,3 +308,23 @@ def test_what_computing_gives_sooner_is_not_loaded(tmp_path: Path) -> None:
     tiers(d).costs = tiers(d).lifter._costs = slow
     assert talk(d) == expected
     assert found(d) == (0, 0, 2)
+
+
+def test_what_moves_is_counted_by_tier_and_direction(tmp_path: Path) -> None:
+    d = driver(tiny_model(), TierConfig(host_bytes=MIB, folder=tmp_path), vision_pages=4)
+    talk(d)
+    settle(d)
+    flood(d)
+    talk(d)
+    settle(d)
+    used = tiers(d).stack.used()
+    for tier in ("host", "disk"):
+        assert figure(d, "tier_objects", tier=tier) == used[tier][0] > 0
+        assert figure(d, "tier_bytes", tier=tier) == used[tier][1]
+        down = figure(d, "tier_moved_bytes_total", tier=tier, direction="down")
+        assert down is not None and down >= used[tier][1]
+    up = figure(d, "tier_moved_bytes_total", tier="host", direction="up")
+    text = figure(d, "tier_hit_tokens_total", kind="text")
+    assert up and text == 192 and figure(d, "tier_hit_tokens_total", kind="image") == 40
+    rate = figure(d, "cache_hit_rate", cause="tier")
+    assert rate is not None and 0 < rate < 1 and figure(d, "cache_hit_rate", cause="prefix") == 0
