@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from tests.checks import company, hit_equals_miss, sdk, vqa
+from tests.checks import company, endless, hit_equals_miss, sdk, vqa
 from tests.checks.served import Served, serving
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -32,6 +32,10 @@ def test_easy_vqa_is_answered_as_well_as_the_model_card_says(served: Served) -> 
 
 def test_a_known_picture_gives_a_cold_servers_answer_anywhere() -> None:
     hit_equals_miss.check()
+
+
+def test_a_session_goes_on_and_its_early_image_is_answered_as_at_first() -> None:
+    endless.check(40, "tiny")
 
 
 def test_company_aborts_and_many_pictures_change_nothing() -> None:

@@ -17,12 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mmserve.engine.engine import Engine
 from mmserve.errors import RequestError
 from mmserve.request import ImageSegment, Segment, Streaming, TextSegment, Usage
 from mmserve.sequence import Sequence
 from tests.engine.driver import GREEDY, Driver, picture, words
 from tests.engine.test_streaming_families import segments as rendered
 from tests.engine.test_streaming_families import serve
+from tests.engine.test_windows import KINDS as WINDOWED
+from tests.engine.test_windows import windowed_model
 from tests.engine.tiny import IMAGE_TOKENS, MAX_LEN, build_tiny, tiny_config, tiny_model
 from tests.model import families
 from tests.model.dense import embed, image_mask
@@ -275,3 +278,23 @@ def test_where_images_see_each_other_it_is_refused(tmp_path: Path) -> None:
     marked = tuple(replace(s, marked=True) if isinstance(s, ImageSegment) else s for s in prompt)
     with pytest.raises(RequestError, match="recomputed"):
         d.submit(marked, SHORT)
+
+
+@pytest.mark.parametrize("kinds", WINDOWED.values(), ids=WINDOWED)
+def test_layers_with_windows_find_and_pollute_nothing_wrongly(kinds: tuple[str, ...]) -> None:
+    d, plain = (
+        Driver(Engine(tiny_config(prefix_caching=caching), windowed_model(kinds)))
+        for caching in (True, False)
+    )
+    talk = Talk(d)
+    talk.say(20, "a", 30, "b", 40)
+    before = d.counts()
+    talk.mark("a")
+    for count in (20, 33):
+        shown = (*map(showing, talk.said), words(9, count))
+        talk.say(count)
+        request = d.submit(shown, SHORT)
+        d.run()
+        assert_same(d, request, plain, shown)
+        d.assert_idle()
+    assert d.counts() == before
