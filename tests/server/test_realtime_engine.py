@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import base64
 import io
+import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import httpx
@@ -59,11 +61,12 @@ def until(connection: Any, type: str) -> Any:
             return event
 
 
-def add(connection: Any, *parts: tuple[str, str]) -> str:
+def add(connection: Any, *parts: tuple[str, str], previous: str | None = None) -> str:
     kinds = {"text": "input_text", "image_url": "input_image"}
     content: Any = [{"type": kinds[kind], kind: value} for kind, value in parts]
     item: Any = {"type": "message", "role": "user", "content": content}
-    connection.conversation.item.create(item=item)
+    where = {} if previous is None else {"previous_item_id": previous}
+    connection.conversation.item.create(item=item, **where)
     return str(until(connection, "conversation.item.done").item.id)
 
 
@@ -132,3 +135,103 @@ def test_what_was_computed_ahead_makes_no_difference(serve: Callable[..., Served
             answers += [text_of(turn(connection, i, None)[1]) for i in (3, 4)]
     assert answers[:4] == answers[4:]
     assert len(set(answers[:4])) == 4
+
+
+@dataclass
+class Editor:
+    """Edits a conversation at random; the same seed makes the same edits."""
+
+    connection: Any
+    random: random.Random
+    ids: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+    def step(self) -> None:
+        edits = [self.add, self.add, self.insert, self.delete, self.cut, self.speak, self.speak]
+        self.random.choice(edits)()
+
+    def content(self) -> list[tuple[str, str]]:
+        parts = [("text", f"note {self.random.randrange(100)}")]
+        if self.random.random() < 0.5:
+            parts.append(("image_url", picture(self.random.choice(COLOURS))))
+        return parts
+
+    def add(self) -> None:
+        self.ids.append(add(self.connection, *self.content()))
+
+    def insert(self) -> None:
+        place = self.random.randrange(len(self.ids) + 1)
+        previous = "root" if place == 0 else self.ids[place - 1]
+        self.ids.insert(place, add(self.connection, *self.content(), previous=previous))
+
+    def delete(self) -> None:
+        if self.ids:
+            id = self.ids.pop(self.random.randrange(len(self.ids)))
+            self.connection.conversation.item.delete(item_id=id)
+            until(self.connection, "conversation.item.deleted")
+
+    def cut(self) -> None:
+        """Of a user's text: an answer's random bytes are not the text that it is told as."""
+        self.connection.conversation.item.create(
+            item={
+                "type": "message",
+                "role": "system",
+                "content": [{"type": "input_text", "text": "remember this and that"}],
+            }
+        )
+        id = until(self.connection, "conversation.item.done").item.id
+        where: Any = {"item_id": id, "content_index": 0, "audio_end_ms": 0}
+        event = {"type": "conversation.item.truncate", **where}
+        self.connection.send({**event, "text_end": self.random.randrange(1, 20)})
+        until(self.connection, "conversation.item.truncated")
+        self.ids.append(id)
+
+    def speak(self) -> None:
+        if self.ids:
+            response = answer(self.connection)
+            self.ids.append(response.output[0].id)
+            self.said.append(text_of(response))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_edited_at_random_it_answers_as_an_engine_without_a_cache(
+    serve: Callable[..., Served], seed: int
+) -> None:
+    told = []
+    for caching in (True, False):
+        client, engine = serve(prefix_caching=caching)
+        with client.realtime.connect(model="tiny") as connection:
+            begin(connection)
+            editor = Editor(connection, random.Random(seed))
+            for _ in range(25):
+                editor.step()
+        told.append(editor.said)
+        assert idle(engine)
+    assert told[0] == told[1] and len(set(told[0])) > 1
+
+
+def test_sockets_lost_at_any_moment_leave_the_pools_idle(serve: Callable[..., Served]) -> None:
+    client, engine = serve()
+    for seed in range(6):
+        with client.realtime.connect(model="tiny") as connection:
+            begin(connection)
+            editor = Editor(connection, random.Random(seed))
+            for _ in range(8):
+                editor.step()
+            editor.add()
+            connection.response.create(response={"max_output_tokens": 500})
+            until(connection, "response.created")
+            if seed % 2:
+                connection.response.cancel()
+    assert idle(engine)
+
+
+def idle(engine: AsyncEngine) -> bool:
+    """Nothing runs, and no page is held but by the caches."""
+    done = eventually(lambda: not engine._generations and not engine.engine.has_work)
+    holdings = engine.engine.scheduler.holdings
+    engine.engine.scheduler.check_invariants()
+    for group, pages in enumerate(holdings.text):
+        assert pages.num_free + holdings.cached_pages(group) == pages.num_pages
+    assert all(index.num_referenced == 0 for index in holdings.vision)
+    return done
