@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-ABSENT = "absent"
+# Where KV can be; an object store is a far disk.
+ACTIVE, HOST, DISK, ABSENT = "active", "host", "disk", "absent"
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class ImageId:
 class HeldImage:
     """Where the KV of an image is, and how much there is of it.
 
-    `state`: "active" in the pool, "host", "disk" or "absent". `num_bytes`: of its pages in the
+    `state`: ACTIVE in the pool, HOST, DISK or ABSENT. `num_bytes`: of its pages in the
     pool, over all layers. `hits`: how often it was found since it was written there.
     """
 

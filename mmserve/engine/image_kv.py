@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from mmserve.cache.kv_pool import VisionKVPool
 from mmserve.errors import PinBudgetExceededError
-from mmserve.held_image import ABSENT, HeldImage, ImageId
+from mmserve.held_image import ABSENT, ACTIVE, DISK, HOST, HeldImage, ImageId
 
-ACTIVE, HOST, DISK = "active", "host", "disk"  # an object store is a far disk
 PIN_SHARE = 2  # pinned images may take one part in so many of the pool
 
 

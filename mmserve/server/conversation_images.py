@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mmserve.errors import RequestError
-from mmserve.held_image import ABSENT
+from mmserve.held_image import ACTIVE
 from mmserve.server.calling import parse_calling
 from mmserve.server.errors import NotFoundError, UnsupportedParameterError
 from mmserve.server.fields import Fields, parse_body
@@ -101,7 +101,7 @@ def _upkeep(services: Services, turn: Turn) -> Upkeep:
 
 async def _change(request: Request, how: Change, *, fetch: bool = False) -> Response:
     """Change what is done with an image. Where that changes the prompt, the new layout is computed
-    at once, behind all that is asked for; with `fetch` also where an image's KV is not there."""
+    at once, behind all that is asked for; with `fetch` also where KV is not in the pool."""
     services, turn = services_of(request), _turn(request)
     if turn.active:
         raise RequestError("The response has not ended yet.", param="response_id")
@@ -121,8 +121,8 @@ async def _change(request: Request, how: Change, *, fetch: bool = False) -> Resp
     finally:
         services.images.release(images)
     body = await _json(services, turn, images)
-    absent = any(image["state"] == ABSENT for image in body["data"])
-    if turn.history().state.forgotten != before or (fetch and absent):
+    elsewhere = any(image["state"] != ACTIVE for image in body["data"])
+    if turn.history().state.forgotten != before or (fetch and elsewhere):
         work = _upkeep(services, turn).prefill(turn.history())
         services.spawn(work, instead_of=f"layout of {turn.id}")
     return JSONBody(body)

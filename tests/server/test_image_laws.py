@@ -46,10 +46,16 @@ class Talk:
         data = self.http.get(f"/v1/responses/{self.last['id']}/images").json()["data"]
         return data
 
-    def forget(self, sha256: str, mode: str) -> None:
+    def act(self, image: dict[str, Any], action: str, **body: str) -> dict[str, Any]:
+        path = f"/v1/responses/{self.last['id']}/images/{image['sha256']}/{action}"
+        answer = self.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        changed: dict[str, Any] = answer.json()
+        return changed
+
+    def forget(self, image: dict[str, Any], mode: str) -> None:
         before = self.count("prompt_tokens")
-        path = f"/v1/responses/{self.last['id']}/images/{sha256}/forget"
-        assert self.http.post(path, json={"mode": mode}).status_code == 200
+        self.act(image, "forget", mode=mode)
         # The new layout is computed while nobody waits.
         assert eventually(lambda: self.count("prompt_tokens") > before)
         assert eventually(lambda: not self.engine._generations)
@@ -98,7 +104,7 @@ def test_forgetting_the_oldest_of_twenty_images_costs_the_others_nothing(
     before = conversation.images()
     work = conversation.vision_work()
     assert work == (COUNT, COUNT)
-    conversation.forget(before[0]["sha256"], mode)
+    conversation.forget(before[0], mode)
     response = conversation.ask("an ordinary turn")
     assert conversation.vision_work() == work, "an image was seen or written again"
     assert computed(response) <= normal + PAGE
@@ -119,7 +125,7 @@ def test_without_the_image_an_answer_is_what_it_is_without_a_cache(talk: Any) ->
         conversation = talk(prefix_caching=caching)
         for i in range(3):
             conversation.ask(f"question {i}", picture(i))
-        conversation.forget(conversation.images()[0]["sha256"], "recompute")
+        conversation.forget(conversation.images()[0], "recompute")
         for text in ("and now?", "why?"):
             answers.append(conversation.ask(text)["output"][0]["content"][0]["text"])
     assert answers[:2] == answers[2:] and answers[0] != answers[1]
@@ -142,18 +148,32 @@ def test_an_image_asked_for_again_by_its_item_is_not_computed_again(talk: Any) -
     assert conversation.images()[0]["hits"] >= 1
 
 
-def test_a_pinned_image_outlives_a_pool_full_of_others(talk: Any) -> None:
-    conversation = talk()
-    conversation.ask("mine", picture(0))
+def crowd(conversation: Talk) -> None:
+    """Others' images, more than the pool has room for."""
     mine = conversation.last
-    sha256 = conversation.images()[0]["sha256"]
-    pin = f"/v1/responses/{mine['id']}/images/{sha256}/pin"
-    assert conversation.http.post(pin).json()["data"][0]["pinned"]
-    for i in range(1, 60):  # the pool has room for 40
+    for i in range(1, 60):  # there is room for 40
         conversation.last = {}
         conversation.ask("others", picture(i))
     conversation.last = mine
+
+
+def test_a_pinned_image_outlives_a_pool_full_of_others(talk: Any) -> None:
+    conversation = talk()
+    conversation.ask("mine", picture(0))
+    (image,) = conversation.images()
+    assert conversation.act(image, "pin")["data"][0]["pinned"]
+    crowd(conversation)
     work = conversation.vision_work()
     assert conversation.images()[0]["state"] == "active"
     conversation.ask("and now?")
     assert conversation.vision_work() == work
+
+
+def test_a_pin_brings_back_an_image_that_had_to_go(talk: Any) -> None:
+    conversation = talk()
+    conversation.ask("mine", picture(0))
+    crowd(conversation)
+    (image,) = conversation.images()
+    assert image["state"] != "active"
+    conversation.act(image, "pin")
+    assert eventually(lambda: conversation.images()[0]["state"] == "active")
