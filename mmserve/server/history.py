@@ -133,13 +133,22 @@ class Entry:
     old: bool = True
 
 
+@dataclass(eq=False)
+class Late:
+    """A summary in the making, for those who went on before it was there."""
+
+    text: str | None = None
+
+
 @dataclass(frozen=True)
 class History:
-    """What a conversation still holds: `entries`, and `images` of turns that were dropped."""
+    """What a conversation still holds: `entries`, and `images` of turns that were dropped. `late`:
+    the summary that it was cut without."""
 
     entries: tuple[Entry, ...] = ()
     images: tuple[StoredImage, ...] = ()
     state: SessionState = field(default_factory=SessionState)
+    late: Late | None = None
 
     def add(self, items: tuple[Item, ...]) -> History:
         """With the items of a new request; a forgotten image that comes again is shown again."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import MutableMapping
 from dataclasses import replace
-from typing import Any
 
 from mmserve.errors import RequestError, TooManyImagesError
 from mmserve.prompt import Prompt, TextPart
@@ -29,7 +28,7 @@ from mmserve.server.services import Services
 from mmserve.server.session_json import session_json
 from mmserve.server.store import Turn
 from mmserve.server.transcript import Transcript
-from mmserve.server.upkeep import Upkeep
+from mmserve.server.upkeep import Cut, Upkeep
 from mmserve.server.wire import new_id
 
 LOG_BYTES = 4 * 2**20  # of one response
@@ -132,7 +131,8 @@ class Responder:
         turn.session = laid.state
         if laid is not history or (parent is not None and parent.kept is not None):
             turn.parent, turn.base = None, laid.before
-        job = self._run(turn, request, generation, grace_s, session_json(laid, self._services.info))
+        cuts = [] if laid is history else [Cut(history, laid)]
+        job = self._run(turn, request, generation, grace_s, laid, cuts)
         if request.store:
             await self._keep(turn, job)
         else:
@@ -159,25 +159,25 @@ class Responder:
         request: ResponseRequest,
         generation: Generation,
         grace_s: float | None,
-        session: dict[str, Any] | None,
+        laid: History,
+        cuts: list[Cut],
     ) -> Job:
+        """`cuts`: those that brought the history to what it is `laid` on."""
         services = self._services
         transcript = Transcript(
             turn.id,
-            {**request.head, "session": session},
+            {**request.head, "session": session_json(laid, services.info)},
             calling=request.calling,
             prefill=request.prefill,
             logprobs=request.params.logprobs is not None,
         )
 
         upkeep = Upkeep(services, request.instructions, request.calling.described)
-        whole: History | None = None  # where the conversation is cut at the end of this turn
 
         async def settle() -> None:
-            nonlocal whole
             turn.finish()
-            if transcript.status != "failed":
-                whole = upkeep.cut(turn, transcript.answer)
+            if transcript.status != "failed" and (cut := upkeep.cut(turn, transcript.answer)):
+                cuts.append(cut)
             try:
                 await services.responses.keep(turn)
             except StorageUnavailableError as error:
@@ -188,8 +188,8 @@ class Responder:
             turn.response = transcript.response()
             services.jobs.discard(job)
             services.responses.finished(turn)
-            if whole is not None and transcript.status != "failed":
-                services.spawn(upkeep.follow(turn, whole))
+            if cuts and transcript.status != "failed":
+                services.spawn(upkeep.follow(turn, cuts))
 
         log = EventLog(services.config.max_log_events, LOG_BYTES)
         job = Job(transcript, generation, log, grace_s=grace_s, on_done=on_done, settle=settle)

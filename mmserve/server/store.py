@@ -109,7 +109,7 @@ class Turn:
                 entries += [Entry(item) for item in turn.spoken]
             elif turn.prefill and entries:
                 entries[-1] = Entry(entries[-1].item, open=True)
-        return History(tuple(entries), chain[-1].base.images, self.session)
+        return replace(chain[-1].base, entries=tuple(entries), state=self.session)
 
 
 def _outputs(transcript: Transcript) -> tuple[Item, ...]:

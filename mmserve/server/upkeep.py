@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmserve.errors import RequestError
 from mmserve.prompt import Message, Prompt, TextPart
@@ -32,6 +32,11 @@ ASK = (
 PREFILL = SamplingParams(max_tokens=1, temperature=0.0)
 
 
+class Cut(NamedTuple):
+    whole: History
+    kept: History
+
+
 @dataclass(frozen=True)
 class Upkeep:
     """For one turn: `instructions` and `tools` are those that it was asked with."""
@@ -40,11 +45,8 @@ class Upkeep:
     instructions: str | None
     tools: Sequence[Mapping[str, Any]] = ()
 
-    def cut(self, turn: Turn, answer: Answer) -> History | None:
-        """At the end of a turn: where another one would not fit the window, decide what is kept.
-
-        Returns the whole history where it was cut.
-        """
+    def cut(self, turn: Turn, answer: Answer) -> Cut | None:
+        """At the end of a turn: where another one would not fit the window, decide what is kept."""
         policy = turn.session.policy
         if policy is None:
             return None
@@ -59,38 +61,42 @@ class Upkeep:
         if kept is whole:
             return None
         turn.kept = kept
-        return whole
+        return Cut(whole, kept)
 
-    async def follow(self, turn: Turn, whole: History) -> None:
-        """After `cut`, once the turn is kept: the summary, then the new layout's KV."""
-        assert turn.kept is not None
-        policy = turn.kept.state.policy
+    async def follow(self, turn: Turn, cuts: Sequence[Cut]) -> None:
+        """Once the turn is kept, after the cuts made for its prompt and at its end: the summary,
+        then the new layout's KV."""
+        policy = turn.session.policy
         if policy is not None and policy.summary:
-            if turn.kept.state.dropped > whole.state.dropped:  # not images alone
-                window = Budget.of(policy, self.services.info.max_model_len).window
-                limit = min(SUMMARY_TOKENS, window // 8)
-                await self._summarise(turn, dropped(whole, turn.kept), limit)
-        await self.prefill(turn.history())
+            window = Budget.of(policy, self.services.info.max_model_len).window
+            cuts = [cut for cut in cuts if cut.kept.state.dropped > cut.whole.state.dropped]
+            if cuts:  # not of images alone
+                await self._summarise(turn, cuts, min(SUMMARY_TOKENS, window // 8))
+        if turn.kept is not None:
+            await self.prefill(turn.kept)
 
-    async def _summarise(self, turn: Turn, gone: History, limit: int) -> None:
+    async def _summarise(self, turn: Turn, cuts: Sequence[Cut], limit: int) -> None:
+        summary, missing = cuts[0].kept.state.summary, None
         try:
-            text, missing = await self._ask(gone, limit), None
+            for cut in cuts:
+                state = replace(cut.whole.state, summary=summary)
+                gone = dropped(cut.whole, cut.kept)
+                summary = await self._ask(replace(gone, state=state), limit)
         except RequestError as error:
-            text, missing = "", f"The summary could not be written: {error.message}"
-        assert turn.kept is not None
-        state = turn.kept.state  # it may have changed meanwhile
-        if text:
-            state = replace(state, summary=text, missing=None)
-        else:
-            state = replace(state, missing=missing or "The model wrote an empty summary.")
-        turn.kept = replace(turn.kept, state=state)
+            missing = f"The summary could not be written: {error.message}"
+        late = cuts[-1].kept.late
+        assert late is not None
+        late.text = summary
+        kept = turn.history()
+        turn.kept = replace(kept, state=replace(kept.state, summary=summary, missing=missing))
         try:
             await self.services.responses.keep_session(turn)
         except StorageUnavailableError:
             log.warning("the summary of %s is not stored", turn.id)
 
     async def _ask(self, gone: History, limit: int) -> str:
-        """The dropped turns are a prefix of what was just computed, and so is their KV."""
+        """The dropped turns are a prefix of what was just computed, and so is their KV, unless an
+        earlier summary came late."""
         messages = await render(gone, self.instructions)
         messages.append(Message("user", (TextPart(ASK),)))
         prompt = await self._prepare(messages)
@@ -104,7 +110,9 @@ class Upkeep:
                     raise RequestError(event.error or "The generation was stopped.")
         finally:
             generation.abort()
-        return "".join(pieces).strip()
+        if not (text := "".join(pieces).strip()):
+            raise RequestError("The model said nothing.")
+        return text
 
     async def prefill(self, history: History) -> None:
         """Compute the KV of a layout, behind all that is asked for; a refusal is no harm."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from mmserve.prompt import Prompt
 from mmserve.request import ImageSegment, Streaming
-from mmserve.server.history import Entry, History, StoredImage
+from mmserve.server.history import Entry, History, Late, StoredImage
 from mmserve.session import Line, SessionPolicy, plan_cut, turns
 
 MIN_WINDOW = 32  # text tokens
@@ -141,16 +141,17 @@ def _leave(history: History, first: int, images: tuple[StoredImage, ...]) -> His
         return history
     entries = (*system, *history.entries[first:])
     left = replace(history, entries=entries, images=images)
-    state = history.state
-    policy = state.policy
     state = replace(
-        state,
-        dropped=state.dropped + len(gone),
-        dropped_tokens=state.dropped_tokens + sum(entry.item.tokens for entry in gone),
-        dropped_images=state.dropped_images + len(history.shown) - len(left.shown),
-        missing=NOT_READY if gone and policy is not None and policy.summary else state.missing,
+        history.state,
+        dropped=history.state.dropped + len(gone),
+        dropped_tokens=history.state.dropped_tokens + sum(entry.item.tokens for entry in gone),
+        dropped_images=history.state.dropped_images + len(history.shown) - len(left.shown),
     )
-    return replace(left, state=state)
+    if not gone or state.policy is None or not state.policy.summary:
+        return replace(left, state=state)
+    late = None if history.late is None else history.late.text
+    state = replace(state, summary=late or state.summary, missing=NOT_READY)
+    return replace(left, state=state, late=Late())
 
 
 def dropped(whole: History, kept: History) -> History:

@@ -423,6 +423,36 @@ def test_a_turn_does_not_wait_for_a_summary(begin: Start) -> None:
     assert late["session"]["summary"] == "they met" and late["session"]["summary_missing"] is None
 
 
+def test_a_summary_that_came_late_is_taken_in_at_the_next_cut(begin: Start) -> None:
+    running = begin()
+    parent = talk(running, 2, {"session_policy": {"window": WINDOW, "summary": True}})[-1]
+    running.engine.hold_at, running.engine.held = 0, "summary"
+    cut = post(running, "x" * 80, previous_response_id=parent["id"]).json()
+    early = post(running, "go on", previous_response_id=cut["id"]).json()
+    running.engine.hold_at = None
+    assert running.idle()
+    running.engine.summary = "they parted"
+    same = ask(running, "still", previous_response_id=early["id"])
+    assert same["session"]["summary"] is None, "the layout stays as it is"
+    again = ask(running, "y" * 150, previous_response_id=same["id"])
+    assert again["session"]["summary"] in ("they met", "they parted")
+    assert "they met" in texts(prompts(running, "summary")[1][0]), "it is summarised on"
+    last = ask(running, "well", previous_response_id=again["id"])
+    assert last["session"]["summary"] == "they parted"
+
+
+def test_a_cut_at_the_start_of_a_turn_is_summarised_at_its_end(begin: Start) -> None:
+    running = begin()
+    policy = {"window": 400, "summary": True}
+    last = talk(running, 5, {})[-1]
+    cut = ask(running, "and now?", previous_response_id=last["id"], session_policy=policy)
+    assert cut["session"]["summary"] is None and "not ready" in cut["session"]["summary_missing"]
+    after = ask(running, "well", previous_response_id=cut["id"])
+    assert after["session"]["summary"] == "they met"
+    ahead = prompts(running, "prefill")[-1]
+    assert [texts(m) for m in prompts(running, "resp")[-1][: len(ahead)]] == list(map(texts, ahead))
+
+
 def test_a_summary_that_fails_is_reported(begin: Start) -> None:
     running = begin()
     parent = talk(running, 2, {"session_policy": {"window": WINDOW, "summary": True}})[-1]
