@@ -125,6 +125,8 @@ class Responder:
         history = _history(parent, request).add(items)
         id = new_id("resp")
         generation, laid = await self._layout(request).submit(id, history)
+        if parent is not None:
+            parent.continued = True
         # What was not to be stored must not reach the disk as the history of what is.
         durable = request.store and (parent is None or parent.durable)
         turn = Turn(id, self._owner, laid.new, parent, prefill=request.prefill, durable=durable)

@@ -38,7 +38,8 @@ INTERRUPTED = "The server stopped while it wrote this response."
 class Turn:
     """One response with what it answered.
 
-    `durable` where it and all before it may be written to the disk. `base`: what is held of a
+    `durable` where it and all before it may be written to the disk. `continued`: another turn of
+    this process goes on from it. `base`: what is held of a
     conversation whose older turns were cut off; `session`: what the prompt was made by; `kept`:
     what is held after this turn, where it was cut at its end.
     """
@@ -50,6 +51,7 @@ class Turn:
     base: History = History()
     session: SessionState = SessionState()
     kept: History | None = None
+    continued: bool = False
     prefill: bool = False
     durable: bool = True
     removed: bool = False

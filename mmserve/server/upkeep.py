@@ -26,8 +26,8 @@ log = logging.getLogger("mmserve.server")
 
 SUMMARY_TOKENS = 128
 ASK = (
-    "Summarise the conversation so far in a few short sentences, for someone who goes on with it: "
-    "names, facts, numbers, decisions, open questions. Write the summary only."
+    "Summarize our conversation so far in two or three short sentences. Keep names, numbers and "
+    "decisions."
 )
 PREFILL = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -72,7 +72,7 @@ class Upkeep:
             cuts = [cut for cut in cuts if cut.kept.state.dropped > cut.whole.state.dropped]
             if cuts:  # not of images alone
                 await self._summarise(turn, cuts, min(SUMMARY_TOKENS, window // 8))
-        if turn.kept is not None:
+        if turn.kept is not None and not turn.continued:
             await self.prefill(turn.kept)
 
     async def _summarise(self, turn: Turn, cuts: Sequence[Cut], limit: int) -> None:

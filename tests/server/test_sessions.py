@@ -382,7 +382,7 @@ def test_a_summary_stands_for_what_was_dropped(begin: Start) -> None:
     asked = prompts(running, "summary")[0]
     first = prompts(running, "resp")[-2]
     assert asked[:4] == first[:4], "it reads what was dropped, as it was laid out"
-    assert asked[-1].role == "user" and "Summarise" in texts(asked[-1])
+    assert asked[-1].role == "user" and "Summarize" in texts(asked[-1])
     session = last["session"]
     assert session["summary"] == "they met"
     assert session["summary_missing"] is None
@@ -419,6 +419,8 @@ def test_a_turn_does_not_wait_for_a_summary(begin: Start) -> None:
     assert early["session"]["dropped_items"] > 0 and early["session"]["summary"] is None
     assert "not ready" in early["session"]["summary_missing"]
     running.engine.hold_at = None
+    assert running.idle()
+    assert not prompts(running, "prefill"), "the branch that is there has another layout"
     late = ask(running, "go on", previous_response_id=cut["id"])
     assert late["session"]["summary"] == "they met" and late["session"]["summary_missing"] is None
 
