@@ -25,8 +25,8 @@ from mmserve.server.history import Item, StoredImage
 from mmserve.server.image_refs import of_item, sent
 from mmserve.server.job import Job, Tail
 from mmserve.server.realtime_events import TERMINAL, Reply, event
-from mmserve.server.realtime_items import Conversation, has_images, item_json
-from mmserve.server.realtime_prompts import Prompts, Started
+from mmserve.server.realtime_items import Conversation, Dropped, has_images, item_json
+from mmserve.server.realtime_prompts import Fitted, Prompts, Started
 from mmserve.server.realtime_session import RealtimeConfig, ResponseWish, UnsupportedModalityError
 from mmserve.server.responder import LOG_BYTES
 from mmserve.server.responses_request import MAX_ID, InputItem, parse_item
@@ -55,6 +55,7 @@ class RealtimeSession(SocketSession):
         self._tasks: set[asyncio.Task[None]] = set()
         self._writer: str | None = None
         self._ahead: asyncio.Task[None] | None = None  # computes the next prompt's layout
+        self._dropped = Dropped()  # and not told yet
         self._changed = False  # the items, while a response was writing
         self._handlers: dict[str, Callable[[Fields], Awaitable[None]]] = {
             "session.update": self._update,
@@ -71,7 +72,9 @@ class RealtimeSession(SocketSession):
         await super().run()
 
     async def leave(self) -> None:
-        await cancel(*self._tasks, *(() if self._ahead is None else (self._ahead,)))
+        await cancel(*self._tasks)
+        if self._ahead is not None:  # the last task may have begun it
+            await cancel(self._ahead)
 
     # In
 
@@ -202,14 +205,20 @@ class RealtimeSession(SocketSession):
             return
         id = new_id("ahead")
         try:
-            generation = await self._prompts.prefill(id, items, self._config.settings)
+            generation, fitted = await self._prompts.start_ahead(id, items, self._config.settings)
         except RequestError as error:
             return log.debug("nothing is computed ahead: %s", error.message)  # the response says it
+        self._leave_out(fitted)
         try:
             async for _ in generation:
                 pass
         finally:
             generation.abort()
+
+    def _leave_out(self, fitted: Fitted) -> None:
+        """What found no room is out from now on, and the next response says so."""
+        self._conversation.leave_out({item.id for item in fitted.left_out})
+        self._dropped = self._dropped.and_also(fitted.left_out, fitted.dropped_tokens)
 
     # Responses
 
@@ -227,7 +236,7 @@ class RealtimeSession(SocketSession):
             raise RateLimitError(f"This socket may have {limit} running responses.")
         if wish.writes:
             self._stop_ahead()  # this one computes it now
-        started, id = await self._start(wish)
+        started, dropped, id = await self._start(wish)
         transcript = Transcript(id, {}, calling=wish.settings.calling)
         reply = Reply(
             transcript,
@@ -236,21 +245,23 @@ class RealtimeSession(SocketSession):
                 "max_output_tokens": wish.settings.params.max_tokens or "inf",
                 "metadata": wish.metadata or None,
             },
-            session=_left_out_json(started),
+            session=dropped.to_json(),
         )
         self._run(reply, started)
 
-    async def _start(self, wish: ResponseWish) -> tuple[Started, str]:
+    async def _start(self, wish: ResponseWish) -> tuple[Started, Dropped, str]:
         """Submit; what finds no room in the conversation is left out of it from now on."""
-        id = new_id("resp")
+        id, own = new_id("resp"), wish.input is not None
+        items = self._conversation.context()
         if wish.input is not None:
             items = [await self._item(parsed) for parsed in wish.input]
-            return await self._prompts.start(id, items, wish.settings, old=False), id
-        items = self._conversation.context()
-        started = await self._prompts.start(id, items, wish.settings)
-        if wish.writes:
-            self._conversation.leave_out({item.id for item in started.left_out})
-        return started, id
+        started = await self._prompts.start(id, items, wish.settings, old=not own)
+        fitted, dropped = started.fitted, Dropped()
+        if own or not wish.writes:
+            return started, dropped.and_also(fitted.left_out, fitted.dropped_tokens), id
+        self._leave_out(fitted)
+        dropped, self._dropped = self._dropped, dropped
+        return started, dropped, id
 
     def _run(self, reply: Reply, started: Started) -> None:
         services, id = self.services, reply.transcript.id
@@ -293,7 +304,9 @@ class RealtimeSession(SocketSession):
         self._jobs.pop(id, None)
         if self._writer == id:
             self._writer = None
-            if self._changed:
+            usage = reply.transcript.answer.usage
+            num_tokens = usage.prompt_tokens + usage.completion_tokens
+            if self._changed or self._prompts.is_due(num_tokens, self._config.settings):
                 self._compute_ahead()
 
     async def _cancel(self, fields: Fields) -> None:
@@ -313,15 +326,6 @@ class RealtimeSession(SocketSession):
 def _id(fields: Fields) -> str:
     fields.required("item_id")
     return fields.text("item_id") or ""
-
-
-def _left_out_json(started: Started) -> dict[str, Any]:
-    """What a truncation took out of the prompt, from now on."""
-    return {
-        "dropped_items": [item.id for item in started.left_out],
-        "dropped_images": sum(len(item.images) for item in started.left_out),
-        "dropped_tokens": started.dropped_tokens,
-    }
 
 
 async def realtime_socket(socket: WebSocket) -> None:

@@ -6,7 +6,7 @@ events, sockets or engines.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,6 +153,25 @@ class Conversation:
     def leave_out(self, ids: Collection[str]) -> None:
         """Take items out of all prompts from now on; they can still be retrieved."""
         self._places = [replace(p, left_out=True) if p.item.id in ids else p for p in self._places]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """What a truncation took out of the prompts. `tokens` is None where it could not be counted."""
+
+    items: tuple[Item, ...] = ()
+    tokens: int | None = 0
+
+    def and_also(self, items: Iterable[Item], tokens: int | None) -> Dropped:
+        known = None if self.tokens is None or tokens is None else self.tokens + tokens
+        return Dropped((*self.items, *items), known)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "dropped_items": [item.id for item in self.items],
+            "dropped_images": sum(len(item.images) for item in self.items),
+            "dropped_tokens": self.tokens,
+        }
 
 
 def cut_points(items: list[Item]) -> list[int]:

@@ -5,7 +5,8 @@ Owns what is left out when a conversation has outgrown the context. Knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import NamedTuple
 
 from mmserve.errors import ContextLengthExceededError, RequestError, TooManyImagesError
@@ -18,19 +19,21 @@ from mmserve.server.realtime_session import Settings
 from mmserve.server.services import Services
 
 ANSWER_SHARE = 8  # an answer without limit gets one in so many tokens of the context, at least
+QUESTION_SHARE = 8  # and what comes next, one in so many of the room that prompts have
 
 
-def _history(items: Sequence[Item], old: bool) -> History:
-    return History(tuple(Entry(item, old=old) for item in items))
-
-
-class Started(NamedTuple):
+class Fitted(NamedTuple):
     """`left_out`: the items that found no room, and how many tokens they would have taken (None
     where even counting them was refused)."""
 
-    generation: Generation
+    prompt: Prompt
     left_out: list[Item]
     dropped_tokens: int | None
+
+
+class Started(NamedTuple):
+    generation: Generation
+    fitted: Fitted
 
 
 class Prompts:
@@ -39,25 +42,23 @@ class Prompts:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def _prompt(self, items: Sequence[Item], settings: Settings, old: bool) -> Prompt:
-        messages = await render(_history(items, old), settings.instructions)
-        calling = settings.calling
-        return await self._services.engine.prepare(
-            messages, tools=calling.described, constraint=settings.params.constraint
-        )
-
-    async def prefill(self, id: str, items: Sequence[Item], settings: Settings) -> Generation:
-        """Compute what the next prompt begins with; behind every real turn."""
-        messages = await render(_history(items, old=True), settings.instructions)
-        engine = self._services.engine
-        prompt = await engine.prepare(messages, tools=settings.calling.described)
-        return engine.submit(id, prompt, SamplingParams(), prefill_only=True)
-
     def _room(self, settings: Settings) -> int:
         """Tokens a prompt may have, so that there is room for the answer."""
         limit = self._services.info.max_model_len
         answer = settings.params.max_tokens or limit // ANSWER_SHARE
         return max(limit - answer, limit // 2)
+
+    def _room_ahead(self, settings: Settings) -> int:
+        """And for another question: a cut that would be due then is better made before. Not where
+        so much is to be retained that the cut would not help."""
+        room = self._room(settings)
+        less = room - room // QUESTION_SHARE
+        helps = settings.retention is not None and settings.retention * room <= less
+        return less if helps else room
+
+    def is_due(self, num_tokens: int, settings: Settings) -> bool:
+        """Whether a conversation that has come to so many tokens is to be cut before it goes on."""
+        return settings.retention is not None and num_tokens > self._room_ahead(settings)
 
     async def start(
         self, id: str, items: list[Item], settings: Settings, *, old: bool = True
@@ -67,51 +68,83 @@ class Prompts:
         Raises `RequestError`s: `context_length_exceeded` where nothing may be left out, or not even
         the last item fits.
         """
-        engine = self._services.engine
-        whole: Prompt | None = None
-        try:
-            whole = await self._prompt(items, settings, old)
-            fits = settings.retention is None or whole.num_tokens <= self._room(settings)
-            if fits or not cut_points(items):
-                return Started(engine.submit(id, whole, settings.params), [], 0)
-        except (ContextLengthExceededError, TooManyImagesError):
-            if settings.retention is None or not cut_points(items):
-                raise
-        return await self._start_cut(id, items, settings, old, whole)
+        room = self._room(settings)
+        return await self._submit(id, self._fits(items, settings, room, old), settings.params)
 
-    async def _start_cut(
-        self, id: str, items: list[Item], settings: Settings, old: bool, whole: Prompt | None
+    async def start_ahead(self, id: str, items: list[Item], settings: Settings) -> Started:
+        """Compute what the next prompt begins with; behind every real turn."""
+        fits = self._fits(items, settings, self._room_ahead(settings), old=True)
+        return await self._submit(id, fits, settings.params, prefill_only=True)
+
+    async def _submit(
+        self,
+        id: str,
+        fits: AsyncGenerator[Fitted, None],
+        params: SamplingParams,
+        *,
+        prefill_only: bool = False,
     ) -> Started:
-        """With the oldest items left out: as few as bring the prompt to the retained share."""
-        assert settings.retention is not None
-        goal = int(settings.retention * self._room(settings))
-        starts = cut_points(items)
-        low, high = 0, len(starts) - 1  # the cut is among starts[low:high + 1]
-        while low < high:
-            middle = (low + high) // 2
-            if await self._size(without(items, starts[middle]), settings, old) <= goal:
-                high = middle
-            else:
-                low = middle + 1
         refused: RequestError | None = None
-        for start in starts[low:]:  # a pool may have less room than the context
-            kept = without(items, start)
-            try:
-                prompt = await self._prompt(kept, settings, old)
-                generation = self._services.engine.submit(id, prompt, settings.params)
-            except (ContextLengthExceededError, TooManyImagesError) as error:
-                refused = error
-                continue
-            ids = {item.id for item in kept}
-            left_out = [item for item in items if item.id not in ids]
-            dropped = None if whole is None else whole.num_tokens - prompt.num_tokens
-            return Started(generation, left_out, dropped)
+        async with aclosing(fits):
+            async for fitted in fits:
+                try:
+                    generation = self._services.engine.submit(
+                        id, fitted.prompt, params, prefill_only=prefill_only
+                    )
+                except ContextLengthExceededError as error:
+                    refused = error  # a pool may have less room than the context
+                else:
+                    return Started(generation, fitted)
         assert refused is not None
         raise refused
 
-    async def _size(self, items: list[Item], settings: Settings, old: bool) -> float:
-        """Tokens of a prompt; endless where it cannot even be made."""
+    async def _fits(
+        self, items: list[Item], settings: Settings, room: int, old: bool
+    ) -> AsyncGenerator[Fitted, None]:
+        """What to try: all of the items; where they take more than `room`, as many as come to the
+        retained share of it; and then fewer and fewer. Raises why the last is refused."""
+        starts = cut_points(items) if settings.retention is not None else []
+        whole, refused = await self._try(items, settings, old)
+        if whole is not None and (not starts or whole.num_tokens <= room):
+            yield Fitted(whole, [], 0)
+        for start in starts[await self._first(starts, items, settings, old) :]:
+            kept = without(items, start)
+            prompt, refused = await self._try(kept, settings, old)
+            if prompt is not None:
+                ids = {item.id for item in kept}
+                left_out = [item for item in items if item.id not in ids]
+                dropped = None if whole is None else whole.num_tokens - prompt.num_tokens
+                yield Fitted(prompt, left_out, dropped)
+        if refused is not None:
+            raise refused
+
+    async def _first(
+        self, starts: list[int], items: list[Item], settings: Settings, old: bool
+    ) -> int:
+        """The number of the first start from which on the items are few enough, or of the last."""
+        goal = int((settings.retention or 0.0) * self._room(settings))
+        low, high = 0, max(len(starts) - 1, 0)
+        while low < high:
+            middle = (low + high) // 2
+            prompt, _ = await self._try(without(items, starts[middle]), settings, old)
+            if prompt is not None and prompt.num_tokens <= goal:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    async def _try(
+        self, items: Sequence[Item], settings: Settings, old: bool
+    ) -> tuple[Prompt | None, RequestError | None]:
+        """The prompt, or why there is none: too long, or too many images."""
+        history = History(tuple(Entry(item, old=old) for item in items))
+        messages = await render(history, settings.instructions)
         try:
-            return (await self._prompt(items, settings, old)).num_tokens
-        except (ContextLengthExceededError, TooManyImagesError):
-            return float("inf")
+            prompt = await self._services.engine.prepare(
+                messages,
+                tools=settings.calling.described,
+                constraint=settings.params.constraint,
+            )
+        except (ContextLengthExceededError, TooManyImagesError) as error:
+            return None, error
+        return prompt, None

@@ -27,6 +27,7 @@ SETTINGS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids"),
 )
+RETAINED = 0.8  # of the room, where the client does not say: so that cuts are rare
 
 
 class UnsupportedModalityError(RequestError):
@@ -66,7 +67,7 @@ def _check_modalities(fields: Fields) -> None:
 def _retention(fields: Fields) -> float | None:
     value = fields.get("truncation")
     if value in (None, "auto"):
-        return 1.0
+        return RETAINED
     if value == "disabled":
         return None
     param = fields.param("truncation")

@@ -11,7 +11,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from mmserve.config import ImageLimits
-from mmserve.prompt import ImagePart, TextPart, TokensPart
+from mmserve.prompt import ImagePart, Message, TextPart, TokensPart
 from mmserve.server import realtime_items, sockets
 from mmserve.tools import HERMES
 from tests.server.conftest import KEY, PATIENCE_S, Running, data_url, eventually, png
@@ -21,10 +21,15 @@ from tests.server.realtime_client import open_realtime, text_of
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
 
 
-def said(running: Running, index: int = -1) -> list[tuple[str, str]]:
-    """Roles and texts of a prompt the engine was given; an image is its number of bytes."""
+def said(running: Running) -> list[tuple[str, str]]:
+    """The last prompt that the engine was given."""
+    return read(running.engine.prompts[-1])
+
+
+def read(prompt: list[Message]) -> list[tuple[str, str]]:
+    """Roles and texts; an image is its tag."""
     messages = []
-    for message in running.engine.prompts[index]:
+    for message in prompt:
         words = []
         for part in message.parts:
             if isinstance(part, TextPart):
@@ -365,20 +370,20 @@ def small(launch: Callable[..., Any], tokens: int) -> Running:
 
 
 def test_auto_leaves_the_oldest_items_out_and_says_which(launch: Callable[..., Any]) -> None:
-    running = small(launch, 800)  # a prompt may take 700
+    running = small(launch, 800)  # a prompt may take 700, and keeps 560 after a cut
     with open_realtime(running) as client:
         client.add("system", role="system")
         ids = [client.add(f"{i}" * 94, png(f"{i}"))["item"]["id"] for i in range(6)]  # 116 tokens
         session = client.respond()[-1]["response"]["session"]
-        assert session == {"dropped_items": ids[:1], "dropped_images": 1, "dropped_tokens": 116}
+        assert session == {"dropped_items": ids[:2], "dropped_images": 2, "dropped_tokens": 232}
         assert said(running)[0] == ("system", "system")
-        assert said(running)[1][1].startswith("1")
+        assert said(running)[1][1].startswith("2")
         again = client.respond(max_output_tokens=1)[-1]["response"]["session"]
         assert again["dropped_items"] == [], "what is out stays out, though it would fit now"
         assert client.ask("conversation.item.retrieve", item_id=ids[0])["item"]["id"] == ids[0]
 
 
-def test_a_retention_ratio_cuts_deeper_and_then_not_for_a_while(
+def test_a_retention_ratio_cuts_so_deep_and_then_not_for_a_while(
     launch: Callable[..., Any],
 ) -> None:
     running = small(launch, 800)
@@ -387,12 +392,33 @@ def test_a_retention_ratio_cuts_deeper_and_then_not_for_a_while(
         settings = {"type": "realtime", "truncation": truncation, "max_output_tokens": 100}
         assert client.ask("session.update", session=settings)["session"]["truncation"] == truncation
         dropped = []
-        for i in range(8):
-            client.add(f"{i}" * 94)
+        for i in range(12):
+            client.add(f"{i % 10}" * 94)
             dropped.append(len(client.respond()[-1]["response"]["session"]["dropped_items"]))
     cuts = [i for i, count in enumerate(dropped) if count]
-    assert cuts and all(dropped[i] >= 2 for i in cuts)
+    assert len(cuts) > 1 and all(dropped[i] >= 2 for i in cuts)
     assert all(b - a > 1 for a, b in zip(cuts, cuts[1:], strict=False)), dropped
+
+
+def test_a_cut_that_the_next_turn_would_need_is_made_and_computed_before(
+    launch: Callable[..., Any],
+) -> None:
+    running = small(launch, 800)  # 700 for a prompt; a cut is due from 612 on
+    running.engine.script = "so"
+    with open_realtime(running) as client:
+        for i in range(6):
+            client.add(f"{i}" * 94)  # 100 tokens
+        first = client.respond()[-1]["response"]
+        assert first["session"]["dropped_items"] == [] and not running.engine.prefills
+        client.add("x" * 20)
+        client.respond()
+        assert eventually(lambda: running.engine.prefills) and running.idle()
+        layout = read(running.engine.prefills[0])
+        assert layout[0][1].startswith("1") and layout[-1] == ("assistant", "so")
+        client.add("y")
+        session = client.respond()[-1]["response"]["session"]
+        assert len(session["dropped_items"]) == 1 and session["dropped_tokens"] == 100
+        assert said(running) == [*layout, ("user", "y")]
 
 
 def test_disabled_truncation_is_an_error_with_the_numbers(launch: Callable[..., Any]) -> None:
