@@ -186,7 +186,8 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it. `prefill_only` computes KV and makes no token."""
+    """A prompt and how to continue it. `prefill_only` computes KV and makes no token;
+    `durable`: its KV may outlive the process."""
 
     id: str
     segments: tuple[Segment, ...]
@@ -194,6 +195,7 @@ class Request:
     prefill_only: bool = False
     arrival: float = field(default_factory=time.monotonic)
     streaming: Streaming | None = None  # None: it ends where the context does
+    durable: bool = False
 
     @property
     def images(self) -> list[ImageInput]:

@@ -136,7 +136,7 @@ class _Restore:
         self._count += 1
         synchronize(engine.runner.device)
         started = time.perf_counter()
-        engine.add(Request(f"restore-{self._count}", tuple(self._prompt), GREEDY))
+        engine.add(Request(f"restore-{self._count}", tuple(self._prompt), GREEDY, durable=True))
         first, tokens = 0.0, list[int]()
         cached = 0
         while engine.has_work:

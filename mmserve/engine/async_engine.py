@@ -270,11 +270,13 @@ class AsyncEngine:
         *,
         prefill_only: bool = False,
         streaming: Streaming | None = None,
+        durable: bool = False,
     ) -> Generation:
         """Queue a generation; `streaming`: how it goes on where it would outgrow the context or
-        its own window. Raises ContextLengthExceededError, QueueFullError,
-        EngineUnavailableError or, for parameters out of range, RequestError. A constraint that
-        `prepare` has not seen is compiled here, while the event loop waits."""
+        its own window; `durable`: its KV may reach the disk. Raises
+        ContextLengthExceededError, QueueFullError, EngineUnavailableError or, for parameters out of
+        range, RequestError. A constraint that `prepare` has not seen is compiled here, while the
+        event loop waits."""
         engine = self.engine
         if self.status != "ok":
             raise ShuttingDownError(f"The engine is {self.status}.")
@@ -286,7 +288,8 @@ class AsyncEngine:
                 f"{limits.max_num_seqs + limits.max_waiting}."
             )
         validate(params, engine.vocab_size)
-        request = Request(request_id, prompt.segments, params, prefill_only, streaming=streaming)
+        how: dict[str, Any] = {"streaming": streaming, "durable": durable}
+        request = Request(request_id, prompt.segments, params, prefill_only, **how)
         engine.scheduler.check_admissible(request, prompt.num_text_tokens, prompt.num_image_tokens)
         assert request_id not in self._generations, "request ids are unique"
         generation = Generation(request_id, self._abort)

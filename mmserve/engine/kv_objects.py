@@ -44,7 +44,13 @@ class KVObjects:
 
     @torch.inference_mode()
     def read(
-        self, name: bytes, kind: Kind, num_tokens: int, pages: Mapping[int, Sequence[int]]
+        self,
+        name: bytes,
+        kind: Kind,
+        num_tokens: int,
+        pages: Mapping[int, Sequence[int]],
+        *,
+        durable: bool,
     ) -> KVObject:
         """A copy of these pages, by layer group; HOLEs are left out.
 
@@ -64,7 +70,7 @@ class KVObjects:
         if on_device:
             memory.copy_(made, non_blocking=True)
             done = Event()
-        return KVObject(name, parts, memory, done)
+        return KVObject(name, parts, memory, done, durable)
 
     @torch.inference_mode()
     def write(self, item: KVObject, pages: Mapping[int, Mapping[int, int]]) -> None:

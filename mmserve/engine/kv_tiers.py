@@ -3,10 +3,11 @@
 Owns what is still to be copied and what requests wait for. Everything runs on the engine's thread.
 Knows nothing of how pages are copied, where objects lie, or how they get there.
 
-Down: pages that are about to be evicted; and, where a tier outlives the process, what a request has
-left behind, a little with each step. Up: what a request could use and the pools lack. What is in
-host memory comes when the request is admitted; for what lies deeper it waits, outside the queue, if
-that is cheaper than computing, and not longer than computing would take.
+Down: pages that are about to be evicted, to host memory; and, where a tier outlives the process,
+what a durable request has left behind, a little with each step: nothing else ever gets there. Up:
+what a request could use and the pools lack. What is in host memory comes when the request is
+admitted; for what lies deeper it waits, outside the queue, if that is cheaper than computing, and
+not longer than computing would take.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmserve.cache.radix_node import HOLE, RadixNode
 from mmserve.engine.kv_lift import Lifter
@@ -81,11 +82,11 @@ class KVTiers:
 
     def note_end(self, seq: Seq) -> None:
         """A request ends: it waits for nothing more, and what it leaves in the pools is to outlive
-        the process."""
+        the process if it is durable."""
         if waiting := self._waiting.pop(seq.id, None):
             waiting.fetch.cancel()
         self.lifter.forget(seq.id)
-        if self.stack.goes_deep and seq.num_computed_tokens:
+        if self.stack.goes_deep and seq.request.durable and seq.num_computed_tokens:
             names = run_names(self._seed, seq.keys, self.run_tokens)
             self._left.append(Left(seq.keys, names, [placed.key for placed in seq.images]))
 
@@ -114,7 +115,7 @@ class KVTiers:
     def _copy(self, left: Left) -> None:
         """The next thing of what has been left that is not below yet."""
         while left.images:
-            if self._keep_image(left.images.pop(), deep=True):
+            if self._keep_image(left.images.pop(), durable=True):
                 return
         while left.next < len(left.names) and self.stack.lies_deep(left.names[left.next]):
             left.next += 1
@@ -127,7 +128,7 @@ class KVTiers:
         """Whether the next run is still there, or is all in host memory."""
         name, start = left.names[left.next], left.next * RUN_PAGES
         if item := self.stack.get(name):
-            self.stack.put(item, deep=True)
+            self.stack.put(replace(item, durable=True))
             return True
         radix = self._holdings.radix
         if radix is None:
@@ -136,14 +137,15 @@ class KVTiers:
         pages = [own[start : start + RUN_PAGES] for own in found.pages]
         if len(pages[0]) < RUN_PAGES:
             return False
-        self._put_run(name, pages, deep=True)
+        self._put_run(name, pages, durable=True)
         return True
 
-    def _put_run(self, name: bytes, pages: list[list[int]], *, deep: bool = False) -> None:
+    def _put_run(self, name: bytes, pages: list[list[int]], *, durable: bool = False) -> None:
         """`pages`: of a whole run, by group with text."""
         by_group = dict(zip(self._holdings.text_groups, pages, strict=True))
         if any(page != HOLE for own in pages for page in own):
-            self.stack.put(self._objects.read(name, "text", self.run_tokens, by_group), deep=deep)
+            size = self.run_tokens
+            self.stack.put(self._objects.read(name, "text", size, by_group, durable=durable))
 
     def _keep_text(self, node: RadixNode, start: int, end: int) -> None:
         """A node is about to lose these of its pages: keep the runs that they are of."""
@@ -168,14 +170,14 @@ class KVTiers:
     def _evicted(self, key: bytes) -> None:
         self._keep_image(key)
 
-    def _keep_image(self, key: bytes, *, deep: bool = False) -> bool:
+    def _keep_image(self, key: bytes, *, durable: bool = False) -> bool:
         """An image's KV is about to go, or is to outlive the process: keep it, if it is whole;
         whether there was anything to do."""
         name = image_name(self._seed, key)
-        if self.stack.lies_deep(name) if deep else self.stack.where(name) is not None:
+        if self.stack.lies_deep(name) if durable else self.stack.where(name) is not None:
             return False
         if item := self.stack.get(name):
-            self.stack.put(item, deep=True)
+            self.stack.put(replace(item, durable=True))
             return True
         vision = self._holdings.vision
         entries = {g: vision[g].lookup(key) for g in self._holdings.image_groups}
@@ -184,7 +186,7 @@ class KVTiers:
             return False
         tokens = next(iter(there.values())).num_tokens
         pages = {g: entry.pages for g, entry in there.items()}
-        self.stack.put(self._objects.read(name, "image", tokens, pages), deep=deep)
+        self.stack.put(self._objects.read(name, "image", tokens, pages, durable=durable))
         return True
 
     # -- up -------------------------------------------------------------------------------------

@@ -113,6 +113,8 @@ class EngineFace(Protocol):
         *,
         prefill_only: bool = False,
         streaming: Streaming | None = None,
+        durable: bool = False,
     ) -> Generation:
         """Queue a generation; raises `RequestError`s at once. `streaming`: how it goes on where it
-        outgrows itself; its last event's usage says what was dropped."""
+        outgrows itself; its last event's usage says what was dropped. `durable`: what it computes
+        may be kept on disk."""

@@ -30,13 +30,18 @@ class Layout:
         prompt, _ = await self._fit(next(self._attempts(history)))
         return prompt
 
-    async def submit(self, id: str, history: History) -> tuple[Generation, History]:
-        """Submit with as much of the history as its policy, or `truncation`, lets it have."""
+    async def submit(
+        self, id: str, history: History, *, durable: bool
+    ) -> tuple[Generation, History]:
+        """Submit with as much of the history as its policy, or `truncation`, lets it have.
+
+        `durable`: what is computed may be kept on disk.
+        """
         refused: RequestError | None = None
         for each in self._attempts(history):
             try:
                 prompt, fitted = await self._fit(each)
-                return self._submit(id, prompt, fitted), fitted
+                return self._submit(id, prompt, fitted, durable), fitted
             except (ContextLengthExceededError, TooManyImagesError) as error:
                 refused = error
         assert refused is not None
@@ -48,7 +53,7 @@ class Layout:
                 ) from refused
         raise refused
 
-    def _submit(self, id: str, prompt: Prompt, history: History) -> Generation:
+    def _submit(self, id: str, prompt: Prompt, history: History, durable: bool) -> Generation:
         request, params = self._request, self._request.params
         if request.prefill or history.state.policy is None:
             streaming = None
@@ -58,7 +63,12 @@ class Layout:
             if params.max_tokens is None:  # the context no longer ends it
                 params = replace(params, max_tokens=limit)
         return self._engine.submit(
-            id, prompt, params, prefill_only=request.prefill, streaming=streaming
+            id,
+            prompt,
+            params,
+            prefill_only=request.prefill,
+            streaming=streaming,
+            durable=durable,
         )
 
     def _attempts(self, history: History) -> Iterator[History]:

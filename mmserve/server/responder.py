@@ -124,11 +124,11 @@ class Responder:
         items = await self._items(request, request.store)
         history = _history(parent, request).add(items)
         id = new_id("resp")
-        generation, laid = await self._layout(request).submit(id, history)
-        if parent is not None:
-            parent.continued = True
         # What was not to be stored must not reach the disk as the history of what is.
         durable = request.store and (parent is None or parent.durable)
+        generation, laid = await self._layout(request).submit(id, history, durable=durable)
+        if parent is not None:
+            parent.continued = True
         turn = Turn(id, self._owner, laid.new, parent, prefill=request.prefill, durable=durable)
         turn.session = laid.state
         if laid is not history or (parent is not None and parent.kept is not None):

@@ -73,7 +73,7 @@ class Upkeep:
             if cuts:  # not of images alone
                 await self._summarise(turn, cuts, min(SUMMARY_TOKENS, window // 8))
         if turn.kept is not None and not turn.continued:
-            await self.prefill(turn.kept)
+            await self.prefill(turn.kept, durable=turn.durable)
 
     async def _summarise(self, turn: Turn, cuts: Sequence[Cut], limit: int) -> None:
         summary, missing = cuts[0].kept.state.summary, None
@@ -114,12 +114,17 @@ class Upkeep:
             raise RequestError("The model said nothing.")
         return text
 
-    async def prefill(self, history: History) -> None:
-        """Compute the KV of a layout, behind all that is asked for; a refusal is no harm."""
+    async def prefill(self, history: History, *, durable: bool) -> None:
+        """Compute the KV of a layout, behind all that is asked for; a refusal is no harm.
+
+        `durable`: it may be kept on disk.
+        """
         try:
             prompt = await self._prepare(await render(history, self.instructions))
             id = new_id("prefill")
-            generation = self.services.engine.submit(id, prompt, PREFILL, prefill_only=True)
+            generation = self.services.engine.submit(
+                id, prompt, PREFILL, prefill_only=True, durable=durable
+            )
         except RequestError as error:
             log.info("a new layout is not computed ahead: %s", error.message)
             return

@@ -107,12 +107,14 @@ class Owner:
 
 @dataclass(frozen=True)
 class KVObject:
-    """`memory`: uint8 [bytes] on the host, pinned where a GPU reads it; complete once `done`."""
+    """`memory`: uint8 [bytes] on the host, pinned where a GPU reads it; complete once `done`.
+    `durable`: it may outlive the process."""
 
     name: bytes
     parts: Parts
     memory: Tensor
     done: Waits = field(default_factory=Now)
+    durable: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -178,7 +180,7 @@ class Opened:
 
     def close(self, memory: Tensor) -> KVObject:
         """The object, with what was read. Raises `KVFileError` where it is damaged."""
-        item = KVObject(self.name, self.parts, memory)
+        item = KVObject(self.name, self.parts, memory, durable=True)
         if _checksum(_meta(self.owner, item), memory) != self.checksum:
             raise KVFileError(f"object {self.name.hex()} is damaged: its checksum is another")
         return item

@@ -151,19 +151,19 @@ class TierStack:
 
     # -- down -----------------------------------------------------------------------------------
 
-    def put(self, item: KVObject, *, deep: bool = False) -> None:
-        """Take an object in. `deep`: it is written below at once, not when it falls out of host
-        memory. Where there is no room for it, it goes below."""
+    def put(self, item: KVObject) -> None:
+        """Take an object in. A durable one is written below at once; another never goes there."""
         with self._lock:
             self._hold(item)
             held = item.name in self._items  # else it is on its way below already
-            if deep and held:
+            if held:
                 self._sink(item)
         if held:
             self._watch.moved("host", "down", item.num_bytes)
 
     def _hold(self, item: KVObject) -> None:
         if item.name in self._items:
+            self._items[item.name] = item  # it may be durable now
             return self._host.touch(item.name)
         for gone in self._host.add(item.name, item.host_bytes):
             self._sink(self._items.pop(gone, item))
@@ -171,9 +171,9 @@ class TierStack:
             self._items[item.name] = item
 
     def _sink(self, item: KVObject) -> None:
-        """Hand an object to the writer, unless it is below already."""
+        """Hand a durable object to the writer, unless it is below already."""
         name = item.name
-        if not self.goes_deep or name in self._sinking or name in self._disk:
+        if not (self.goes_deep and item.durable) or name in self._sinking or name in self._disk:
             return
         if name in self._remote and self._folder is None:
             return

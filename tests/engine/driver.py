@@ -41,6 +41,7 @@ class Driver:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.durable = False  # whether the KV of its requests may outlive the engine
         self.events: dict[str, list[TokenEvent]] = {}
         self.logits: dict[str, list[Tensor]] = {}
         self._ids = map(str, itertools.count())
@@ -65,7 +66,14 @@ class Driver:
         prefill_only: bool = False,
         streaming: Streaming | None = None,
     ) -> str:
-        request = Request(next(self._ids), segments, params, prefill_only, streaming=streaming)
+        request = Request(
+            next(self._ids),
+            segments,
+            params,
+            prefill_only,
+            streaming=streaming,
+            durable=self.durable,
+        )
         text = sum(len(s.token_ids) for s in segments if isinstance(s, TextSegment))
         images = sum(image.num_tokens for image in request.images)
         self.engine.scheduler.check_admissible(request, text, images)

@@ -40,6 +40,7 @@ def model(request: pytest.FixtureRequest) -> Callable[[], Any]:
 
 def driver(model: Any, tiers: TierConfig = HOST, **config: Any) -> Driver:
     d = Driver(Engine(replace(tiny_config(**config), tiers=tiers), model))
+    d.durable = True
     # On a machine this small, whether loading pays depends on the weather.
     if d.engine.tiers is not None:
         d.engine.tiers.costs.worth = lambda *_: True  # type: ignore[method-assign]
@@ -140,6 +141,7 @@ def test_images_in_their_context_come_back_with_the_text_before_them(
 ) -> None:
     folder = families.build(name, tmp_path_factory.getbasetemp() / "families")
     source = serve(folder, mode, tiers=disk(tmp_path))
+    source.durable = True
     expected = [ask(source, case)[0] for case in CASES]
     settle(source)
     d = serve(folder, mode, tiers=disk(tmp_path))
@@ -328,3 +330,16 @@ def test_what_moves_is_counted_by_tier_and_direction(tmp_path: Path) -> None:
     assert up and text == 192 and figure(d, "tier_hit_tokens_total", kind="image") == 40
     rate = figure(d, "cache_hit_rate", cause="tier")
     assert rate is not None and 0 < rate < 1 and figure(d, "cache_hit_rate", cause="prefix") == 0
+
+
+def test_the_kv_of_what_is_not_stored_never_reaches_the_disk(tmp_path: Path) -> None:
+    d = driver(tiny_model(), TierConfig(host_bytes=100_000, folder=tmp_path), vision_pages=4)
+    d.durable = False
+    expected = talk(d)
+    flood(d)
+    settle(d)
+    assert not list(tmp_path.iterdir())
+    d.durable = True
+    assert talk(d) == expected
+    settle(d)
+    assert len(list(tmp_path.glob("*.kv"))) == 6

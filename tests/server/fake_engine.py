@@ -175,6 +175,7 @@ class FakeEngine:
     prompts: list[list[Any]] = field(default_factory=list)
     prefills: list[list[Message]] = field(default_factory=list)  # those of them without an answer
     params: list[SamplingParams] = field(default_factory=list)
+    durable: list[bool] = field(default_factory=list)
     streaming: list[Streaming | None] = field(default_factory=list)
     pinned: set[ImageId] = field(default_factory=set)
     max_pinned: int = 4
@@ -267,6 +268,7 @@ class FakeEngine:
         *,
         prefill_only: bool = False,
         streaming: Streaming | None = None,
+        durable: bool = False,
     ) -> FakeGeneration:
         if self.queue_full:
             raise QueueFullError("The queue is full.")
@@ -274,6 +276,7 @@ class FakeEngine:
             raise EngineUnavailableError("The engine is not running.")
         self.prompts.append(self._last[id(prompt)][1])
         self.params.append(params)
+        self.durable.append(durable)
         self.streaming.append(streaming)
         if prefill_only:
             self.prefills.append(self.prompts[-1])

@@ -280,6 +280,15 @@ def test_store_false_cannot_be_retrieved_or_continued(server: Running) -> None:
         client.responses.create(model="mm/fake", input="y", previous_response_id=response.id)
 
 
+def test_only_what_is_stored_may_have_its_kv_on_disk(server: Running) -> None:
+    client = server.openai()
+    client.responses.create(model="mm/fake", input="x")
+    client.responses.create(model="mm/fake", input="x", store=False)
+    message: Any = {"role": "user", "content": "x"}
+    client.chat.completions.create(model="mm/fake", messages=[message])
+    assert server.engine.durable[-3:] == [True, False, False]
+
+
 def test_item_reference_and_returned_answers_use_exact_tokens(server: Running) -> None:
     client = server.openai()
     first = client.responses.create(model="mm/fake", input="x")

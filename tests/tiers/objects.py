@@ -13,10 +13,13 @@ OWNER = Owner(identity())
 PAGES = Parts("text", 16, ((0, (0, 1, 2, 3)), (1, (2, 3))))
 
 
-def item(name: bytes, parts: Parts = PAGES, owner: Owner = OWNER) -> KVObject:
+def item(
+    name: bytes, parts: Parts = PAGES, owner: Owner = OWNER, *, durable: bool = True
+) -> KVObject:
     random = torch.Generator().manual_seed(name[0])
     size = (owner.num_bytes(parts),)
-    return KVObject(name, parts, torch.randint(256, size, dtype=torch.uint8, generator=random))
+    memory = torch.randint(256, size, dtype=torch.uint8, generator=random)
+    return KVObject(name, parts, memory, durable=durable)
 
 
 class Heard:

@@ -38,9 +38,9 @@ def heard(tiers: TierStack) -> Any:
     return tiers._watch
 
 
-def put(tiers: TierStack, *names: bytes, deep: bool = False) -> None:
+def put(tiers: TierStack, *names: bytes) -> None:
     for name in names:
-        tiers.put(item(name), deep=deep)
+        tiers.put(item(name))
         tiers.settle()
         tiers.check_invariants()
 
@@ -57,9 +57,9 @@ def test_what_is_used_longest_ago_sinks_from_tier_to_tier(tmp_path: Path) -> Non
     put(tiers, *NAMES[:4])
     assert [tiers.where(name) for name in NAMES] == [
         "object_store",
+        "object_store",
         "disk",
-        "disk",
-        "host",
+        "host",  # and on disk
         None,
     ]
     for name in NAMES[:4]:
@@ -85,7 +85,7 @@ def test_what_is_written_behind_stays_in_host_memory_and_outlives_the_process(
     tmp_path: Path,
 ) -> None:
     tiers = build(tmp_path, host=2, files=2)
-    put(tiers, NAMES[0], deep=True)
+    put(tiers, NAMES[0])
     assert tiers.where(NAMES[0]) == "host" and tiers.lies_deep(NAMES[0])
     again = build(tmp_path, files=2)
     assert again.where(NAMES[0]) == "disk"
@@ -96,7 +96,7 @@ def test_a_start_knows_the_order_of_use_and_keeps_to_a_smaller_budget(tmp_path: 
     import os
 
     tiers = build(tmp_path, files=3)
-    put(tiers, *NAMES[:3], deep=True)
+    put(tiers, *NAMES[:3])
     for age, name in enumerate((NAMES[1], NAMES[2], NAMES[0])):
         os.utime(tmp_path / "kv" / disk.file_name(name), (age, age))
     (tmp_path / "kv" / ".x.part").write_bytes(b"half")
@@ -112,20 +112,20 @@ def test_a_start_knows_the_order_of_use_and_keeps_to_a_smaller_budget(tmp_path: 
 
 def test_a_damaged_file_is_deleted_and_counted_once(tmp_path: Path) -> None:
     tiers = build(tmp_path, files=2)
-    put(tiers, NAMES[0], deep=True)
+    put(tiers, NAMES[0])
     file = tmp_path / "kv" / disk.file_name(NAMES[0])
     file.write_bytes(file.read_bytes()[:-1])
     for _ in range(2):
         assert bring(tiers, NAMES[0]) is None
     assert heard(tiers).refusals == {"damaged": 1}
     assert not file.exists() and tiers.where(NAMES[0]) is None
-    put(tiers, NAMES[0], deep=True)
+    put(tiers, NAMES[0])
     assert bring(tiers, NAMES[0]) is not None
 
 
 def test_a_file_that_somebody_deleted_is_a_miss(tmp_path: Path) -> None:
     tiers = build(tmp_path, files=2)
-    put(tiers, NAMES[0], deep=True)
+    put(tiers, NAMES[0])
     (tmp_path / "kv" / disk.file_name(NAMES[0])).unlink()
     assert bring(tiers, NAMES[0]) is None and heard(tiers).refusals == {"unreadable": 1}
     tiers.check_invariants()
@@ -133,7 +133,7 @@ def test_a_file_that_somebody_deleted_is_a_miss(tmp_path: Path) -> None:
 
 def test_a_damaged_object_of_the_store_is_deleted_there(tmp_path: Path) -> None:
     tiers = build(tmp_path, store=True)
-    put(tiers, NAMES[0], deep=True)
+    put(tiers, NAMES[0])
     (file,) = (tmp_path / "bucket").iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert bring(tiers, NAMES[0]) is None and heard(tiers).refusals == {"damaged": 1}
@@ -150,9 +150,9 @@ def test_a_full_disk_loses_objects_and_nothing_else(
 
     with monkeypatch.context() as patch:
         patch.setattr(Folder, "write", full)
-        put(tiers, NAMES[0], deep=True)
+        put(tiers, NAMES[0])
     assert tiers.where(NAMES[0]) is None and heard(tiers).refusals == {"unwritable": 1}
-    put(tiers, NAMES[0], deep=True)
+    put(tiers, NAMES[0])
     assert tiers.where(NAMES[0]) == "disk"
 
 
@@ -161,21 +161,21 @@ def test_what_the_writer_has_no_time_for_is_gone_and_counted(
 ) -> None:
     monkeypatch.setattr(stack, "QUEUE_BYTES", 0)
     tiers = build(tmp_path, files=2)
-    put(tiers, NAMES[0], deep=True)
+    put(tiers, NAMES[0])
     assert tiers.where(NAMES[0]) is None and heard(tiers).refusals == {"queue_full": 1}
 
 
 def test_what_is_queued_when_it_closes_is_written(tmp_path: Path) -> None:
     tiers = build(tmp_path, files=3)
     for name in NAMES[:3]:
-        tiers.put(item(name), deep=True)
+        tiers.put(item(name))
     tiers.close()
     assert [build(tmp_path, files=3).where(name) for name in NAMES[:3]] == ["disk"] * 3
 
 
 def test_a_cancelled_fetch_gives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiers = build(tmp_path, files=5)
-    put(tiers, *NAMES, deep=True)
+    put(tiers, *NAMES)
 
     def fail(*_: object) -> None:
         raise KVFileError("no")
@@ -199,3 +199,13 @@ def test_a_store_without_the_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ObjectStoreError, match=r"mmserve\[tiers\]"):
         object_store.ObjectStore("memory:///")
+
+
+def test_what_is_not_to_outlive_the_process_never_leaves_host_memory(tmp_path: Path) -> None:
+    tiers = build(tmp_path, host=1, files=2, store=True)
+    for name in NAMES[:2]:
+        tiers.put(item(name, durable=False))
+    tiers.settle()
+    assert [tiers.where(name) for name in NAMES[:2]] == [None, "host"]
+    put(tiers, NAMES[1])  # now somebody wants it to
+    assert tiers.lies_deep(NAMES[1])
