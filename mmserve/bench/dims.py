@@ -54,6 +54,7 @@ class ModelShape:
     text: TextDims
     vision: TowerDims
     max_model_len: int = 32_768  # tokens
+    ordered: bool = False  # whether an image's tokens see only those before them
 
 
 MISTRAL_7B = TextDims("mistral", 32, 4096, 32, 8, 128, 14336, 32000, 1e6)
@@ -72,7 +73,8 @@ SHAPES = {
     for shape in (
         ModelShape("mistral-7b", MISTRAL_7B, NO_TOWER),
         ModelShape("qwen2.5-7b", QWEN_7B, NO_TOWER),
-        ModelShape("qwen2.5-vl-7b", QWEN_7B, QWEN_VIT),  # positions counted singly, not by axis
+        # Positions are counted singly, not by axis.
+        ModelShape("qwen2.5-vl-7b", QWEN_7B, QWEN_VIT, ordered=True),
         ModelShape("idefics2-8b", MISTRAL_7B, SO400M),
         ModelShape("llava-7b", LLAMA_7B, CLIP_L),
     )

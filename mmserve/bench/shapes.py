@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from mmserve.bench.dims import ModelShape
 from mmserve.bench.tower import ShapedVision
+from mmserve.model.adapter import CAUSAL, WHOLE_IMAGES
 from mmserve.model.fetch import BaseModelSpec
 from mmserve.model.loader import LoadedModel
 from mmserve.model.spec import ModelSpec
@@ -45,6 +46,7 @@ def build_shape(
         vision=vision.eval().requires_grad_(False),
         spec=_spec(shape, vision, seed),
         device=device,
+        sight=CAUSAL if shape.ordered else WHOLE_IMAGES,
     )
 
 

@@ -23,9 +23,10 @@ from mmserve.errors import first_line
 from mmserve.kernels.chain import has_kernels
 from mmserve.kernels.reference import AttentionPlan, angle_table, rope_table, write_kv
 from mmserve.model import attention
-from mmserve.model.adapter import WHOLE_IMAGES, Adapter, Features
+from mmserve.model.adapter import Adapter, Features
 from mmserve.model.cpu_layer import CPULayer
 from mmserve.model.fuse import fuse
+from mmserve.model.loader import LoadedModel
 from mmserve.model.rope import Block, stack_tables
 from mmserve.model.weights import Loaded
 from mmserve.request import ImageInput
@@ -82,7 +83,7 @@ class ModelRunner:
             self.lm.to(torch.bfloat16)
         self.adapter = _adapt(self.lm, loaded)
         self.regimes = self.adapter.regimes
-        self.sight = self.adapter.sight if loaded.stock else WHOLE_IMAGES
+        self.sight = loaded.sight if isinstance(loaded, LoadedModel) else self.adapter.sight
         self.groups = self.adapter.groups
         self.mode = vision_mode(
             model.vision_mode,

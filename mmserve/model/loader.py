@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mmserve.config import ModelConfig
 from mmserve.model import rope
+from mmserve.model.adapter import WHOLE_IMAGES, Sight
 from mmserve.model.fetch import default_cache_dir, fetch_base_model
 from mmserve.model.lora import merge_lora
 from mmserve.model.spec import ModelSpec, load_spec
@@ -62,6 +63,7 @@ class LoadedModel:
     spec: ModelSpec
     device: torch.device
     rope_scaling: Mapping[str, Any] | None = None  # on demand, as `rope.asked` makes it
+    sight: Sight = WHOLE_IMAGES  # how images' tokens see each other
 
     stock = False  # whether it is all transformers', images too
 
