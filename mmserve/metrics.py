@@ -6,6 +6,7 @@ thread sets and adds while the server's loop renders, which prometheus_client ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -164,10 +165,11 @@ class Metrics:
     def request_refused(self, reason: str) -> None:
         self._refusals.labels(reason).inc()
 
-    def set_tier(self, tier: str, objects: int, num_bytes: int, pages: int) -> None:
-        self._tier_objects.labels(tier).set(objects)
-        self._tier_bytes.labels(tier).set(num_bytes)
-        self._tier_pages.labels(tier).set(pages)
+    def show_tier(self, tier: str, used: Callable[[], tuple[int, int]], page_bytes: int) -> None:
+        """`used`: objects and bytes, asked whenever figures are shown, on any thread."""
+        self._tier_objects.labels(tier).set_function(lambda: used()[0])
+        self._tier_bytes.labels(tier).set_function(lambda: used()[1])
+        self._tier_pages.labels(tier).set_function(lambda: used()[1] // page_bytes)
 
     def render(self) -> bytes:
         """All metrics in the Prometheus text format."""

@@ -115,7 +115,7 @@ def test_what_is_refused_is_shown_by_its_reason() -> None:
 
 def test_a_tier_is_shown_by_its_name() -> None:
     metrics = Metrics()
-    metrics.set_tier("disk", 3, 3000, 7)
+    metrics.show_tier("disk", lambda: (3, 3000), 400)
     metrics.moved("disk", "up", 1000)
     found = shown(metrics)
     assert found["mmserve:tier_objects", (("tier", "disk"),)] == 3

@@ -112,7 +112,7 @@ class _Restore:
         name = f"{self._engine.max_model_len - 64} tokens"
         self._time(lift=False)  # compiles, and writes the objects
         self._tiers.stack.settle()
-        moved = self._tiers.stack.used()["disk"][1]
+        moved = self._tiers.stack.used("disk")[1]
         computed = statistics.median(self._time(lift=False) for _ in range(self._repeats))
         yield Line(f"compute {name}", 1e3 * computed, "ms", figures={"GB of KV": moved / 1e9})
         for tier in ("host", "disk"):

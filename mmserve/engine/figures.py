@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import replace
+from functools import partial
 
 from mmserve.engine.kv_lift import Lifted
 from mmserve.engine.kv_tiers import KVTiers
@@ -16,6 +17,7 @@ from mmserve.engine.live import Live
 from mmserve.metrics import Metrics
 from mmserve.scheduler.batch import Batch
 from mmserve.scheduler.scheduler import Counts, Scheduler
+from mmserve.tiers.stack import TIERS
 
 RECENT = 1000  # requests
 LEAST_PRICED = 32  # text tokens of prompts in one step
@@ -28,6 +30,10 @@ class Figures:
         self._total, self._lifted = Counts(), Lifted()  # since the start
         self._prompt_tokens = 0  # text and image, of requests that have ended
         self._lengths: deque[int] = deque(maxlen=RECENT)  # text and image tokens of those
+        if tiers is not None:
+            for tier in TIERS:
+                used = partial(tiers.stack.used, tier)
+                metrics.show_tier(tier, used, tiers.lifter.page_bytes)
         self._landed_at = 0.0
         self._observed_at = 0.0
 
@@ -102,8 +108,6 @@ class Figures:
         self._metrics.tier_hits("text", lifted.text_tokens - before.text_tokens)
         self._metrics.tier_hits("image", lifted.image_tokens - before.image_tokens)
         self._lifted = replace(lifted)
-        for tier, (count, num_bytes) in tiers.stack.used().items():
-            self._metrics.set_tier(tier, count, num_bytes, num_bytes // tiers.lifter.page_bytes)
 
     def _observe_rates(self, new: Counts) -> None:
         """What came up from a tier is no merit of the pools, though it is found in them then."""

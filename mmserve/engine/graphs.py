@@ -53,7 +53,9 @@ class Graphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+            # Threads that bring KV from files pin memory meanwhile, which is no part of this.
+            alone: Any = {"capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, **alone):
                 out = compute()
         except RuntimeError:
             if self._must:

@@ -140,14 +140,14 @@ class TierStack:
         with self._lock:
             return name in self._sinking or name in self._disk or name in self._remote
 
-    def used(self) -> dict[Tier, tuple[int, int]]:
-        """By tier: objects and bytes; of an object store, what it is known to have, and 0."""
+    def used(self, tier: Tier) -> tuple[int, int]:
+        """Objects and bytes; of an object store, what it is known to have, and 0. Any thread may
+        ask."""
         with self._lock:
-            return {
-                "host": (len(self._host), self._host.used),
-                "disk": (len(self._disk), self._disk.used),
-                "object_store": (len(self._remote), 0),
-            }
+            if tier == "object_store":
+                return len(self._remote), 0
+            ledger = self._host if tier == "host" else self._disk
+            return len(ledger), ledger.used
 
     # -- down -----------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class TierStack:
             try:
                 item.done.synchronize()
                 self._write(item)
-            except (OSError, ValueError):
+            except Exception:  # whatever it is, the next one may be written
                 logger.warning("an object of KV could not be written", exc_info=True)
                 self._watch.refused("unwritable")
             finally:
@@ -275,6 +275,9 @@ class TierStack:
             except OSError:
                 self._watch.refused("unreadable")
                 self._drop(name)
+            except RuntimeError:  # PyTorch's, for memory that it cannot pin
+                logger.warning("an object of KV found no memory", exc_info=True)
+                self._watch.refused("unreadable")
         if item is not None:
             with self._lock:
                 self._hold(item)

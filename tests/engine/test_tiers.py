@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mmserve.config import TierConfig
 from mmserve.engine.engine import Engine
@@ -16,7 +17,7 @@ from mmserve.engine.kv_tiers import KVTiers
 from mmserve.request import FinishReason
 from mmserve.tiers.cost import Costs
 from mmserve.tiers.disk import Folder
-from mmserve.tiers.stack import TierStack
+from mmserve.tiers.stack import TIERS, TierStack
 from tests.engine.driver import Driver, picture, words
 from tests.engine.test_vision_modes import CASES, ask, serve
 from tests.engine.test_windows import KINDS, windowed_model
@@ -129,10 +130,31 @@ def test_a_fresh_engine_goes_on_from_an_object_store(tmp_path: Path) -> None:
     expected = talk(source)
     source.engine.close()
     d = driver(tiny_model(), config)
-    while not tiers(d).stack.used()["object_store"][0]:
+    while not tiers(d).stack.used("object_store")[0]:
         tiers(d).stack.settle()
     assert talk(d) == expected
     assert found(d)[0] > 192 and d.counts() == (0, 0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("host_bytes", [0, 64 * MIB])
+def test_on_a_gpu_what_was_evicted_or_computed_before_a_restart_is_found(
+    host_bytes: int, tmp_path: Path
+) -> None:
+    config = TierConfig(host_bytes=host_bytes, folder=tmp_path)
+    source = driver(tiny_model(device="cuda"), config, vision_pages=4)
+    expected = talk(source)
+    settle(source)
+    for _ in range(2):
+        flood(source)
+        before = source.counts()
+        assert talk(source) == expected and source.counts() == before
+    settle(source)
+    d = driver(tiny_model(device="cuda"), config)
+    assert talk(d) == expected
+    assert found(d)[0] > 192 and d.counts() == (0, 0, 0)
+    d.assert_idle()
 
 
 @pytest.mark.parametrize(("name", "mode"), [("qwen2_5_vl", "prefix"), ("gemma3", "prefix")])
@@ -279,11 +301,11 @@ def test_a_small_host_tier_passes_on_to_the_disk_and_never_exceeds_its_budget(
     for seed in range(6):
         d.ask(words(seed, 150), d.image(picture(seed)), words(seed, 20))
         flood(d)
-        used = settle(d).used()
-        assert used["host"][1] <= 100_000 and used["disk"][1] <= 400_000
+        stack = settle(d)
+        assert stack.used("host")[1] <= 100_000 and stack.used("disk")[1] <= 400_000
         on_disk = sum(file.stat().st_size for file in tmp_path.glob("*.kv"))
-        assert on_disk == used["disk"][1]
-    assert used["disk"][0] > 1
+        assert on_disk == stack.used("disk")[1]
+    assert stack.used("disk")[0] > 1
 
 
 def test_an_image_s_state_says_where_its_kv_is(tmp_path: Path) -> None:
@@ -319,12 +341,12 @@ def test_what_moves_is_counted_by_tier_and_direction(tmp_path: Path) -> None:
     flood(d)
     talk(d)
     settle(d)
-    used = tiers(d).stack.used()
-    for tier in ("host", "disk"):
-        assert figure(d, "tier_objects", tier=tier) == used[tier][0] > 0
-        assert figure(d, "tier_bytes", tier=tier) == used[tier][1]
+    for tier in TIERS[:2]:
+        objects, num_bytes = tiers(d).stack.used(tier)
+        assert figure(d, "tier_objects", tier=tier) == objects > 0
+        assert figure(d, "tier_bytes", tier=tier) == num_bytes
         down = figure(d, "tier_moved_bytes_total", tier=tier, direction="down")
-        assert down is not None and down >= used[tier][1]
+        assert down is not None and down >= num_bytes
     up = figure(d, "tier_moved_bytes_total", tier="host", direction="up")
     text = figure(d, "tier_hit_tokens_total", kind="text")
     assert up and text == 192 and figure(d, "tier_hit_tokens_total", kind="image") == 40
