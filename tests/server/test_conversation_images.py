@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.sync.client import ClientConnection
 
 from mmserve.config import ImageLimits, ServerConfig
 from mmserve.held_image import ImageId
 from mmserve.prompt import ImagePart
 from tests.server.conftest import Running, data_url, eventually, png, start
 from tests.server.fake_engine import IMAGE_TOKENS, FakeEngine, FakeInfo
+from tests.server.responses_client import open_socket, until_end
 
 Start = Callable[..., Running]
 Json = dict[str, Any]
@@ -338,3 +341,36 @@ def test_an_item_that_does_not_say_which_image_is_refused(
     assert answer.json()["error"]["code"] == code
     param = answer.json()["error"]["param"]
     assert param.startswith("input[0].content[0]")
+
+
+def test_images_are_their_owners(launch: Callable[..., Running]) -> None:
+    running = launch(api_keys=("sk-one", "sk-two"))
+    turn = ask(running, image("a"))
+    (mine,) = listed(running, turn)
+    other = {"headers": {"authorization": "Bearer sk-two"}}
+    path = f"/v1/responses/{turn['id']}/images"
+    assert running.http(**other).get(path).status_code == 404
+    assert running.http(**other).post(f"{path}/{mine['sha256']}/forget").status_code == 404
+    again = {"type": "input_image", "item_id": mine["item_id"]}
+    body = {"input": [{"role": "user", "content": [again]}]}
+    assert running.http().post("/v1/responses", json=body).status_code == 200
+    stolen = running.http(**other).post("/v1/responses", json=body)
+    assert stolen.json()["error"]["code"] == "item_not_found"
+
+
+def test_an_image_that_was_not_to_be_stored_is_named_on_its_socket_only(
+    server: Running,
+) -> None:
+    def create(ws: ClientConnection, part: Json, **body: Any) -> Json:
+        body |= {"input": [{"type": "message", "id": "msg_1", "role": "user", "content": [part]}]}
+        ws.send(json.dumps({"type": "response.create", **body}))
+        return until_end(ws)[-1]
+
+    again = {"type": "input_image", "item_id": "msg_1"}
+    with open_socket(server) as ws:
+        create(ws, image("secret"), store=False)
+        with open_socket(server) as other:
+            assert create(other, again, store=False)["error"]["code"] == "item_not_found"
+        assert create(ws, again)["error"]["code"] == "item_not_found", "it would be stored"
+        shown = create(ws, again, store=False)["response"]["usage"]["input_tokens_details"]
+    assert shown["image_tokens"] == IMAGE_TOKENS
