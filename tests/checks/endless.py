@@ -210,17 +210,23 @@ def check(turns: int, name: str) -> None:
 
 
 def report(session: Session, pace: list[Pace], memory: list[float], took: float) -> None:
-    """The slopes, each over the whole session behind its first tenth, as warming up is."""
+    """What became of the session, and the slopes."""
     print(
         f"{took:.0f} s; {session.cuts} cuts at turns' borders, {session.dropped_inside:,} tokens "
         f"dropped inside turns; the image of turn {PINNED} was asked again with no encoder run"
     )
-    slopes = {
-        "ms per token": [p.wall for p in pace],
-        "of processors": [p.cpu for p in pace],
-        "MiB resident": memory,
-    }
-    for label, values in slopes.items():
+    print_slopes(
+        {
+            "ms per token": [p.wall for p in pace],
+            "of processors": [p.cpu for p in pace],
+            "MiB resident": memory,
+        }
+    )
+
+
+def print_slopes(by_turn: dict[str, list[float]]) -> None:
+    """The mean, and how much it changes, behind the first tenth, which is warming up."""
+    for label, values in by_turn.items():
         rest = values[len(values) // 10 :]
         turns = range(len(rest))
         slope, start = linear_regression(turns, rest)
