@@ -50,9 +50,6 @@ class Conversation:
         self._places: list[Placed] = []
         self._num_images = 0  # that have come in all: what the next is called does not change
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     @property
     def last_id(self) -> str | None:
         return self._before(len(self._places))
@@ -91,7 +88,8 @@ class Conversation:
                 param="item.id",
                 code="item_id_exists",
             )
-        if sum(p.num_bytes for p in self._places) + Placed(item).num_bytes > MAX_BYTES:
+        needed = sum(p.num_bytes for p in self._places if not p.left_out)
+        if needed + Placed(item).num_bytes > MAX_BYTES:
             raise RequestTooLargeError(
                 f"A conversation may hold {MAX_BYTES // MIB} MiB of texts and inline images; "
                 "delete items, or upload images and name them by file_id.",
@@ -99,10 +97,18 @@ class Conversation:
             )
 
     def add(self, item: Item, previous: str | None = None) -> str | None:
-        """Put a checked item behind `previous`, or at the end; returns the id before it."""
-        index = self._index_after(previous)
+        """Put a checked item behind `previous`, or at the end; returns the id before it. What has
+        been left out of all prompts goes for good where there is no room for both."""
         (item,), self._num_images = number((item,), self._num_images)
-        self._places.insert(index, Placed(item))
+        placed = Placed(item)
+        excess = sum(p.num_bytes for p in self._places) + placed.num_bytes - MAX_BYTES
+        for old in [p for p in self._places if p.left_out and p.item.id != previous]:
+            if excess <= 0:
+                break
+            self._places.remove(old)
+            excess -= old.num_bytes
+        index = self._index_after(previous)
+        self._places.insert(index, placed)
         return self._before(index)
 
     def begin(self, item: Item) -> str | None:

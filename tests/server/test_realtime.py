@@ -567,6 +567,20 @@ def test_a_conversation_is_bounded_in_bytes(
         client.add("y" * 1000)
 
 
+def test_what_was_left_out_goes_for_good_where_there_is_no_room_for_both(
+    launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(realtime_items, "MAX_BYTES", 5000)
+    running = small(launch, 800)
+    with open_realtime(running) as client:
+        first = client.add("a" * 400)["item"]["id"]
+        for letter in "bcdefgh":
+            client.add(letter * 400)
+            client.respond()
+        assert client.code("conversation.item.retrieve", item_id=first) == "item_not_found"
+        assert said(running)[-1][1].startswith("h")
+
+
 def test_a_full_queue_is_an_error_event(server: Running) -> None:
     server.engine.queue_full = True
     with open_realtime(server) as client:
