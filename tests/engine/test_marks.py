@@ -24,6 +24,7 @@ from mmserve.sequence import Sequence
 from tests.engine.driver import GREEDY, Driver, picture, words
 from tests.engine.test_streaming_families import segments as rendered
 from tests.engine.test_streaming_families import serve
+from tests.engine.test_tiers import driver as tiered
 from tests.engine.test_windows import KINDS as WINDOWED
 from tests.engine.test_windows import windowed_model
 from tests.engine.tiny import IMAGE_TOKENS, MAX_LEN, build_tiny, tiny_config, tiny_model
@@ -220,6 +221,7 @@ def test_who_shows_the_image_gets_what_an_empty_cache_would_give(plain: Driver) 
     st.booleans(),
     st.sampled_from([12, 24, 100]),
     st.sampled_from([7, 64]),
+    st.booleans(),
 )
 @settings(max_examples=20, deadline=None)
 def test_marked_equals_masked_whatever_the_pressure_and_the_company(
@@ -229,9 +231,12 @@ def test_marked_equals_masked_whatever_the_pressure_and_the_company(
     overlaps: bool,
     text_pages: int,
     budget: int,
+    tiers: bool,
 ) -> None:
     """A letter alone marks that image; beside each turn another conversation shows all of it."""
     d = driver(overlaps, text_pages=text_pages, max_num_batched_tokens=budget)
+    if tiers:  # what is pushed out of the pool comes back from below
+        d = tiered(tiny_model(), text_pages=text_pages, max_num_batched_tokens=budget)
     talk = Talk(d)
     for turn in turns:
         if isinstance(turn, str):

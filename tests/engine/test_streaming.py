@@ -27,7 +27,8 @@ from mmserve.request import (
 )
 from mmserve.streaming import cut
 from tests.engine.driver import GREEDY, Driver, picture, words
-from tests.engine.tiny import END, IMAGE_TOKENS, MAX_LEN, build_tiny, tiny_config
+from tests.engine.test_tiers import driver as tiered
+from tests.engine.tiny import END, IMAGE_TOKENS, MAX_LEN, build_tiny, tiny_config, tiny_model
 
 LETTERS = {letter: picture(ord(letter)) for letter in "abcdef"}
 ENDLESS = replace(GREEDY, ignore_eos=True)
@@ -148,6 +149,9 @@ def asks(draw: st.DrawFn) -> Ask:
     )
 
 
+CROWD = [Ask((16, "a", 16, "b"), 32, 4, 10, n, 90, n or 0) for n in (None, 0, 1)]
+
+
 @given(
     st.lists(asks(), min_size=1, max_size=4),
     st.booleans(),
@@ -157,9 +161,7 @@ def asks(draw: st.DrawFn) -> Ask:
     st.booleans(),
 )
 @settings(max_examples=12, deadline=None)
-@example(
-    [Ask((16, "a", 16, "b"), 32, 4, 10, n, 90, n or 0) for n in (None, 0, 1)], True, 9, 14, 7, True
-)
+@example(CROWD, True, 9, 14, 7, True)
 @example([Ask((40, "a", 20), 20, 4, 10, None, 40)], False, 60, 14, 64, True)
 def test_cut_equals_asked_anew_whatever_the_company_pressure_and_launching_ahead(
     plain: Driver,
@@ -178,6 +180,14 @@ def test_cut_equals_asked_anew_whatever_the_company_pressure_and_launching_ahead
         max_num_batched_tokens=budget,
     )
     assert_anew(plain, d, wanted)
+
+
+def test_cut_equals_asked_anew_where_what_is_pushed_out_comes_back_from_below(
+    plain: Driver,
+) -> None:
+    d = tiered(tiny_model(), text_pages=9, vision_pages=8, max_num_batched_tokens=7)
+    for _ in range(2):
+        assert_anew(plain, d, CROWD)
 
 
 def test_an_answer_may_be_many_times_longer_than_the_context(plain: Driver) -> None:
