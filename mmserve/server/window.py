@@ -45,13 +45,14 @@ class Budget:
         more = min(max(2 * question, self.window // 8), self.window // 2)
         return self.holds(text + more, images + self.room // 8)
 
-    def max_images(self, count: int, each: int) -> int | None:
-        """How many of `count` images of `each` tokens may stay: where they have outgrown their
-        room, half of what it takes, so that cuts are rare. None: any number."""
-        if not each:
-            return None
-        full = count * each > self.room - self.room // 8
-        return self.room // (2 * each) if full else self.room // each
+    def max_images(self, count: int, each: int) -> int:
+        """How many of `count` images of `each` tokens may stay, for their room and for labels that
+        take a quarter of the window; where these are nearly full, half of that, so that cuts are
+        rare."""
+        most = self.window // (4 * LABEL_TOKENS)
+        if each:
+            most = min(most, self.room // each)
+        return most // 2 if 8 * count > 7 * most else most
 
 
 def line(entry: Entry) -> Line:

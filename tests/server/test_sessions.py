@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -515,3 +517,33 @@ def test_pinned_pictures_stay_inside_a_turn_under_the_engines_names(begin: Start
     digests = {bytes.fromhex(i.digest) for i in (first, *turn.items[0].images)}
     streaming = running.engine.streaming[-1]
     assert streaming is not None and streaming.images == frozenset(digests)
+
+
+def test_turns_of_a_server_that_knew_no_sessions_go_on_and_are_cut(
+    begin: Start, tmp_path: Path
+) -> None:
+    running = begin()
+    last = talk(running, 6, {})[-1]
+    begin()  # the first has written all that it will
+    database = sqlite3.connect(tmp_path / "data" / "mmserve.db")
+    for id, question in database.execute("SELECT id, question FROM turns").fetchall():
+        body = json.loads(question)
+        del body["images"]
+        for item in body["items"]:
+            del item["tokens"]
+            for part in item["parts"]:
+                for name in ("number", "item_id"):
+                    part.pop(name, None)
+        database.execute("UPDATE turns SET question = ? WHERE id = ?", (json.dumps(body), id))
+    database.execute("ALTER TABLE turns DROP COLUMN session")
+    database.execute("UPDATE alembic_version SET version_num = '0002'")
+    database.commit()
+    database.close()
+    running = begin()
+    on = ask(running, "more", "new", previous_response_id=last["id"])
+    assert numbers(prompts(running, "resp")[-1]) == [1, 2, 3, 4, 5, 6, 7]
+    policy = {"window": 400}
+    cut = ask(running, "well?", previous_response_id=on["id"], session_policy=policy)
+    assert cut["session"]["dropped_items"] > 0
+    assert numbers(prompts(running, "resp")[-1]) == [1, 2, 3, 4, 5, 6, 7]
+    assert size(prompts(running, "resp")[-1]) <= 400

@@ -7,17 +7,20 @@ import asyncio
 import base64
 import io
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from PIL import Image
 
-from mmserve.config import EngineConfig, ServerConfig
+from mmserve.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig
 from mmserve.engine.async_engine import AsyncEngine
 from mmserve.engine.engine import Engine
 from mmserve.prompt import ImagePart, Message, Prompt
 from mmserve.request import SamplingParams
 from tests.engine.tiny import IMAGE_TOKENS, tiny_config, tiny_model
+from tests.model import families
 from tests.server.conftest import Running, eventually, start
 
 PAGE = 16  # tokens
@@ -32,19 +35,28 @@ def picture(number: int) -> str:
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 
-class Watched(AsyncEngine):
+class Stock(AsyncEngine):
     """Remembers the messages of every prompt it was asked for."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, lambda config: Engine(config, tiny_model(CONTEXT)))
-        self.asked: list[list[Message]] = []
+    asked: list[list[Message]]
 
     async def prepare(self, messages: Sequence[Message], **options: Any) -> Prompt:
-        self.asked.append(list(messages))
+        self.asked = [*getattr(self, "asked", []), list(messages)]
         return await super().prepare(messages, **options)
 
 
-Served = tuple[Running, Watched]
+class Watched(Stock):
+    """Of the tiny model."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, lambda config: Engine(config, tiny_model(CONTEXT)))
+
+
+def is_ready(engine: AsyncEngine) -> bool:
+    return engine.status == "ok"
+
+
+Served = tuple[Running, Stock]
 
 
 @pytest.fixture
@@ -56,7 +68,7 @@ def serve() -> Iterator[Callable[..., Served]]:
         engine = Watched(tiny_config(text_pages=400, vision_pages=80, **config))
         running, stop = start(ServerConfig(port=0), cast(Any, engine))
         stops.append(stop)
-        assert eventually(lambda: engine.status == "ok")
+        assert eventually(partial(is_ready, engine))
         return running, engine
 
     yield begin
@@ -172,3 +184,24 @@ def test_an_answer_that_outgrows_its_window_goes_on_and_says_what_it_left(
     assert on["status"] in ("completed", "incomplete")
     assert on["usage"]["input_tokens_details"]["text_tokens"] <= WINDOW
     assert on["session"]["kept_images"] == 2
+
+
+@pytest.mark.parametrize("mode", ["prefix", "blend"])
+def test_a_stock_checkpoint_answers_as_without_what_was_dropped(mode: str, tmp_path: Path) -> None:
+    """In prefix mode to the token; in blend mode it says that it approximates."""
+    model = ModelConfig(
+        model=str(families.build("qwen2_5_vl", tmp_path)), device="cpu", vision_mode=mode
+    )
+    answers = []
+    for caching in (True, False):
+        cache = CacheConfig(text_bytes=1 << 22, vision_bytes=1 << 22, prefix_caching=caching)
+        engine = Stock(EngineConfig(model, cache))
+        running, stop = start(ServerConfig(port=0), cast(Any, engine))
+        assert eventually(partial(is_ready, engine))
+        turns = talk((running, engine), 5, window=200)
+        stop()
+        assert turns[-1]["session"]["dropped_items"] > 0
+        assert turns[-1]["session"]["kept_images"] == 5
+        assert turns[-1]["session"]["approximate"] == (mode == "blend")
+        answers.append([text_of(turn) for turn in turns])
+    assert answers[0] == answers[1] or mode == "blend"
