@@ -3,17 +3,21 @@ the next turn computes nothing but itself."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
 
-from mmserve.config import ServerConfig
+from mmserve.config import EngineConfig, ModelConfig, ServerConfig
 from mmserve.engine.async_engine import AsyncEngine
 from mmserve.engine.engine import Engine
 from tests.engine.driver import picture
 from tests.engine.tiny import IMAGE_TOKENS, tiny_config, tiny_model
+from tests.model import families
 from tests.server.conftest import Running, data_url, eventually, start
 
 PAGE = 16  # tokens
@@ -73,11 +77,17 @@ def talk() -> Iterator[Any]:
     """Begin conversations; their servers are stopped at the end."""
     stops = []
 
-    def begin(**config: Any) -> Talk:
-        engine = AsyncEngine(
-            tiny_config(text_pages=600, vision_pages=80, **config),
-            lambda config: Engine(config, tiny_model(max_model_len=5000)),
-        )
+    def begin(checkpoint: Path | None = None, **config: Any) -> Talk:
+        """Of a public checkpoint, whose images see what is before them, or the native model."""
+        settings = tiny_config(text_pages=600, vision_pages=80, **config)
+        if checkpoint is None:
+            engine = AsyncEngine(
+                settings, lambda config: Engine(config, tiny_model(max_model_len=5000))
+            )
+        else:
+            model = ModelConfig(model=str(checkpoint), device="cpu", vision_mode="prefix")
+            pools = replace(settings.cache, text_bytes=1 << 22, vision_bytes=1 << 22)
+            engine = AsyncEngine(EngineConfig(model, pools))
         running, stop = start(ServerConfig(port=0), cast(Any, engine))
         stops.append(stop)
         assert eventually(lambda: httpx.get(f"{running.url}/health").status_code == 200)
@@ -177,3 +187,27 @@ def test_a_pin_brings_back_an_image_that_had_to_go(talk: Any) -> None:
     assert image["state"] != "active"
     conversation.act(image, "pin")
     assert eventually(lambda: conversation.images()[0]["state"] == "active")
+
+
+def test_in_prefix_mode_a_forgotten_image_is_exact_too_and_paid_for_ahead(
+    talk: Any, tmp_path: Path
+) -> None:
+    """Those behind it saw it, so they are computed again; but not by the next turn."""
+    answers = []
+    for caching in (True, False):
+        conversation = talk(families.build("qwen2_5_vl", tmp_path), prefix_caching=caching)
+        for i in range(3):
+            file = io.BytesIO()
+            families.picture(i, 140, 126).save(file, "PNG")
+            conversation.ask(f"question {i}", file.getvalue())
+        normal = computed(conversation.ask("an ordinary turn"))
+        work = conversation.vision_work()
+        conversation.forget(conversation.images()[0], "recompute")
+        ahead = conversation.vision_work()
+        response = conversation.ask("an ordinary turn")
+        answers.append(response["output"][0]["content"][0]["text"])
+        if caching:
+            assert ahead[1] == work[1] + 2
+            assert conversation.vision_work() == ahead
+            assert computed(response) <= normal + PAGE
+    assert answers[0] == answers[1]
