@@ -27,6 +27,7 @@ from mmserve.config import (
     ServerConfig,
     TierConfig,
 )
+from mmserve.kv_command import add_kv_commands
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +79,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache-memory-bytes", type=flags.size, default=cache.text_bytes, help="text KV pool")
     add("--vision-kv-cache-memory-bytes", type=flags.size, default=cache.vision_bytes)
     add("--no-enable-prefix-caching", action="store_true")
+    add(
+        "--kv-compatible-with",
+        action="append",
+        metavar="FINGERPRINT",
+        help="other weights whose KV files are taken, by what `mmserve kv inspect` shows",
+    )
     add("--max-num-seqs", type=flags.count, default=steps.max_num_seqs)
     add("--max-num-batched-tokens", type=flags.count, default=steps.max_num_batched_tokens)
     add(
@@ -144,6 +151,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             text_bytes=args.kv_cache_memory_bytes,
             vision_bytes=args.vision_kv_cache_memory_bytes,
             prefix_caching=not args.no_enable_prefix_caching,
+            kv_compatible_with=tuple(args.kv_compatible_with or ()),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=args.max_num_seqs,
@@ -179,6 +187,7 @@ def _serve(args: argparse.Namespace) -> None:
         host=args.host,
         port=args.port,
         api_keys=_api_keys(args),
+        admin_keys=(*(args.admin_key or ()), *os.environ.get("MMSERVE_ADMIN_KEY", "").split()),
         allow_origins=tuple(args.allow_origin or ()),
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
@@ -300,12 +309,6 @@ def _models(args: argparse.Namespace) -> None:
     print(listing())
 
 
-def _inspect_kv(args: argparse.Namespace) -> None:
-    from mmserve.kvfile.inspect import inspect
-
-    print(inspect(args.file))
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mmserve", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=__version__)
@@ -317,6 +320,9 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=flags.port, default=border.port)
     serve.add_argument("--api-key", action="append", help="may be given several times")
     serve.add_argument("--api-key-file", type=flags.file, help="keys separated by white space")
+    serve.add_argument(
+        "--admin-key", action="append", help="for `mmserve kv`; may be given several times"
+    )
     serve.add_argument("--allow-origin", action="append", metavar="ORIGIN")
     serve.add_argument("--ssl-certfile", type=flags.file)
     serve.add_argument("--ssl-keyfile", type=flags.file)
@@ -353,11 +359,7 @@ def build_parser() -> argparse.ArgumentParser:
     models = commands.add_parser("models", help="what can be served, and how each was tested")
     models.set_defaults(run=_models)
 
-    kv = commands.add_parser("kv", help="files of keys and values (docs/kv-format.md)")
-    acts = kv.add_subparsers(required=True, metavar="act")
-    inspecting = acts.add_parser("inspect", help="what a file holds, its checksums compared")
-    inspecting.add_argument("file", type=flags.file)
-    inspecting.set_defaults(run=_inspect_kv)
+    add_kv_commands(commands)
     return parser
 
 

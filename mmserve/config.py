@@ -63,6 +63,8 @@ class CacheConfig:
     # What the vision tower made of images, for when they are seen behind other text.
     feature_bytes: int = GIB // 4
     prefix_caching: bool = True
+    # Fingerprints of weights whose KV files are taken for these weights', which is approximate.
+    kv_compatible_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()  # for what reads or plants everybody's; empty: nobody may
     allow_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None

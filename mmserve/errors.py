@@ -61,6 +61,12 @@ class PinBudgetExceededError(RequestError):
     code = "pin_budget_exceeded"
 
 
+class KVRefusedError(RequestError):
+    """A KV file that cannot be used, or none that could be written: why."""
+
+    code = "kv_file_refused"
+
+
 class QueueFullError(RequestError):
     status = 429
     kind = "rate_limit_error"

@@ -187,7 +187,7 @@ class TokenEvent:
 @dataclass(frozen=True)
 class Request:
     """A prompt and how to continue it. `prefill_only` computes KV and makes no token;
-    `durable`: its KV may outlive the process."""
+    `durable`: its KV may outlive the process; `salt`: cached text is found by equal ones only."""
 
     id: str
     segments: tuple[Segment, ...]
@@ -196,6 +196,7 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     streaming: Streaming | None = None  # None: it ends where the context does
     durable: bool = False
+    salt: bytes = b""
 
     @property
     def images(self) -> list[ImageInput]:

@@ -149,7 +149,7 @@ class Sequence:
         """Lay the segments out; the digests of trailing images."""
         position = visual = hashed = 0
         salt = keys.of_prompt(segments) if self.whole_prompt else b""
-        salt += self.course.salt(0)
+        salt += self.course.salt(0) + self.request.salt
         before = [salt] if salt else []
         context = hashlib.sha256(salt)
         for number, segment in enumerate(segments):

@@ -69,6 +69,7 @@ ALLOWED = {
     "engine": TYPES
     | {"sequence", "kernels", "vision", "cache", "scheduler", "model", "kvfile", "tiers"},
     "server": TYPES | {"whole_file"},
+    "kv_command": {"flags", "kvfile", "whole_file"},
     "chat": TYPES | {"engine"},
     "bench": TYPES
     | {"flags"}

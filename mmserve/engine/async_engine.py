@@ -15,12 +15,14 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
 import torch
 
 from mmserve.config import EngineConfig, ImageLimits
+from mmserve.engine import kv_sharing
 from mmserve.engine.border import GREEDY, build_border
 from mmserve.engine.engine import Engine, Event
 from mmserve.engine.model_runner import resolve_dtype
@@ -271,9 +273,10 @@ class AsyncEngine:
         prefill_only: bool = False,
         streaming: Streaming | None = None,
         durable: bool = False,
+        salt: bytes = b"",
     ) -> Generation:
         """Queue a generation; `streaming`: how it goes on where it would outgrow the context or
-        its own window; `durable`: its KV may reach the disk. Raises
+        its own window; `durable`: its KV may reach the disk; `salt`: see `Request`. Raises
         ContextLengthExceededError, QueueFullError, EngineUnavailableError or, for parameters out of
         range, RequestError. A constraint that `prepare` has not seen is compiled here, while the
         event loop waits."""
@@ -288,7 +291,7 @@ class AsyncEngine:
                 f"{limits.max_num_seqs + limits.max_waiting}."
             )
         validate(params, engine.vocab_size)
-        how: dict[str, Any] = {"streaming": streaming, "durable": durable}
+        how: dict[str, Any] = {"streaming": streaming, "durable": durable, "salt": salt}
         request = Request(request_id, prompt.segments, params, prefill_only, **how)
         engine.scheduler.check_admissible(request, prompt.num_text_tokens, prompt.num_image_tokens)
         assert request_id not in self._generations, "request ids are unique"
@@ -298,6 +301,14 @@ class AsyncEngine:
         self._generations[request_id] = generation
         self._commands.put(lambda engine: engine.add(request, matcher))
         return generation
+
+    async def export_kv(self, path: Path) -> None:
+        """Write all that is cached to a KV file. Raises KVRefusedError."""
+        await kv_sharing.export_kv(self, path)
+
+    async def import_kv(self, path: Path) -> dict[str, Any]:
+        """Take a KV file in; what came of it, as JSON has it. Raises KVRefusedError."""
+        return await kv_sharing.import_kv(self, path)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread between two steps; raises what it raises.

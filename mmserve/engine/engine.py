@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
@@ -30,7 +30,7 @@ from mmserve.engine.meter import board_meter, step_work
 from mmserve.engine.model_runner import ModelRunner, build_runner
 from mmserve.engine.sampler import Drawn, Sampler
 from mmserve.held_image import ABSENT
-from mmserve.kvfile.file import read_file, write_file
+from mmserve.kvfile.file import KVFile, write_file
 from mmserve.kvfile.header import KVFileError, KVHeader, KVMismatchError
 from mmserve.metrics import Metrics
 from mmserve.model.weights import Loaded
@@ -65,7 +65,7 @@ class Engine:
     def __init__(self, config: EngineConfig, loaded: Loaded, border: Border | None = None) -> None:
         """`border`: the model's, where it was built before the weights were loaded."""
         self.name = loaded.name
-        self._loaded = loaded
+        self._loaded, self._compatible = loaded, config.cache.kv_compatible_with
         self.max_model_len = loaded.max_model_len
         self.metrics = Metrics()
         self.energy = board_meter(loaded, self.metrics)
@@ -169,22 +169,31 @@ class Engine:
         """The way between the pools and KV files; only between two steps."""
         runner, radix = self.runner, self.scheduler.holdings.radix
         identity = identity_of(self._loaded, runner, self.tokenizer, self.pipeline)
-        return KVTransfer(identity, text=runner.text, vision=runner.vision, radix=radix)
+        pools: dict[str, Any] = {"text": runner.text, "vision": runner.vision, "radix": radix}
+        return KVTransfer(identity, **pools, compatible=self._compatible)
 
-    def save_kv(self, path: Path) -> KVHeader:
-        """Write all that is cached. Raises `KVFileError` or `OSError`."""
+    def collect_kv(self) -> KVFile:
+        """All that is cached, copied."""
         self._land()  # a step's KV is complete then, whatever stream of a device wrote it
-        return write_file(path, self.kv.collect())
+        return self.kv.collect()
 
-    def load_kv(self, path: Path) -> Placed:
-        """Take in what a file holds, as far as there is room; all of a damaged or strange file is
-        refused. Raises `KVFileError` or `OSError`."""
+    def read_kv(self, path: Path) -> KVFile:
+        """A file that these pools may take in; any thread may read it. All of a damaged or strange
+        one is refused. Raises `KVFileError` or `OSError`."""
         try:
-            return self.kv.put(read_file(path, self.kv.identity))
+            return self.kv.read(path)
         except KVFileError as error:
             other = isinstance(error, KVMismatchError)
             self.metrics.file_refused("other_model" if other else "damaged")
             raise
+
+    def save_kv(self, path: Path) -> KVHeader:
+        """Write all that is cached. Raises `KVFileError` or `OSError`."""
+        return write_file(path, self.collect_kv())
+
+    def load_kv(self, path: Path) -> Placed:
+        """Take in what a file holds, as far as there is room. Raises as `read_kv`."""
+        return self.kv.put(self.read_kv(path))
 
     # -- parts of a step ------------------------------------------------------------------------
 

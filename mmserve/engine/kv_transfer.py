@@ -9,7 +9,8 @@ What comes in takes free pages only: nothing that is stored or in use gives way 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from mmserve.cache.vision_index import VisionEntry
 from mmserve.engine.border import Pipeline
 from mmserve.engine.model_runner import ModelRunner
 from mmserve.engine.page_copy import gather, scatter
-from mmserve.kvfile.file import KVFile
+from mmserve.kvfile.file import KVFile, read_file
 from mmserve.kvfile.header import (
     Group,
     Identity,
@@ -106,7 +107,7 @@ class Placed(NamedTuple):
 
 class KVTransfer:
     """`text`, `vision`: the pools by layer group; `radix`: of the groups that have text, None
-    where prefixes are not cached."""
+    where prefixes are not cached; `compatible`: as `Identity.require` has it."""
 
     def __init__(
         self,
@@ -115,8 +116,9 @@ class KVTransfer:
         text: Sequence[TextKVPool],
         vision: Sequence[VisionKVPool],
         radix: RadixCache | None,
+        compatible: Collection[str] = (),
     ) -> None:
-        self.identity = identity
+        self.identity, self._compatible = identity, frozenset(compatible)
         self._text, self._vision, self._radix = text, vision, radix
         self._text_groups = [g for g, group in enumerate(identity.groups) if group.text]
         self._image_groups = [g for g, group in enumerate(identity.groups) if group.images]
@@ -170,10 +172,23 @@ class KVTransfer:
 
     # -- in -------------------------------------------------------------------------------------
 
+    def read(self, path: Path) -> KVFile:
+        """A file of this identity, or of one declared compatible. Raises `KVFileError` or
+        `OSError`."""
+        return read_file(path, self.identity, self._compatible)
+
     def put(self, file: KVFile) -> Placed:
-        """Make a file of this identity findable, as much of it as free pages hold."""
-        self.identity.require(file.header.identity)
-        return Placed(self._put_texts(file), self._put_images(file))
+        """Make such a file findable, as much of it as free pages hold; of other weights' KV, text
+        in front of which no image stands: images of theirs are known by other names."""
+        self.identity.require(file.header.identity, self._compatible)
+        images = Part(left_out=len(file.header.images))
+        if not self.is_foreign(file.header):
+            images = self._put_images(file)
+        return Placed(self._put_texts(file), images)
+
+    def is_foreign(self, header: KVHeader) -> bool:
+        """Whether other weights computed it."""
+        return header.identity.weights != self.identity.weights
 
     def _put_images(self, file: KVFile) -> Part:
         room = [pool.index.num_free for pool in self._vision]
@@ -211,6 +226,8 @@ class KVTransfer:
         try:
             for n, run in enumerate(runs):
                 if run.parent is not None and run.parent not in taken:
+                    continue
+                if run.marks and self.is_foreign(file.header):
                     continue
                 new_below = run.parent is not None and run.parent not in known
                 pages = None if new_below else self._find(runs, n)

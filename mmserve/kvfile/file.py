@@ -6,7 +6,7 @@ Owns checksums and that a file is there whole or not at all. Knows nothing of po
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,17 +57,18 @@ def write_file(path: Path, file: KVFile) -> KVHeader:
     return header
 
 
-def read_file(path: Path, ours: Identity | None = None) -> KVFile:
+def read_file(path: Path, ours: Identity | None = None, compatible: Collection[str] = ()) -> KVFile:
     """The whole file, every checksum compared.
 
-    `ours`: whose KV it has to be, asked before the payload is read. Raises `KVFileError` (a
+    `ours`, `compatible`: whose KV it has to be (`Identity.require`), asked before the payload is
+    read. Raises `KVFileError` (a
     `KVMismatchError` where it is somebody else's) or `OSError`.
     """
     try:
         with safe_open(path, "pt") as opened:
             header = _header(opened.metadata() or {})
             if ours is not None:
-                ours.require(header.identity)
+                ours.require(header.identity, compatible)
             shapes = header.shapes()
             if odd := sorted(set(opened.keys()) ^ set(shapes)):
                 raise KVFileError(f"tensor {odd[0]} is in the header or in the payload alone")

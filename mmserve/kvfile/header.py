@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 FORMAT = "mmserve-kv"
 VERSION = 1
+
+OF_WEIGHTS = ("weights", "weights_dtype", "processor")  # words of an identity
 
 Shape = tuple[int, ...]
 
@@ -62,10 +64,15 @@ class Identity:
     groups: tuple[Group, ...]
     scales: None = None
 
-    def require(self, theirs: Identity) -> None:
-        """Raises `KVMismatchError`, naming the first word in which a file's identity differs."""
+    def require(self, theirs: Identity, compatible: Collection[str] = ()) -> None:
+        """Raises `KVMismatchError`, naming the first word in which a file's identity differs.
+
+        `compatible`: fingerprints of weights that are declared to be nearly these; of theirs all
+        may differ that the weights decide: how they are held, and what images are known by.
+        """
+        near = OF_WEIGHTS if theirs.weights in compatible else ()
         for (name, mine), (_, other) in zip(self.words(), theirs.words(), strict=False):
-            if mine != other:
+            if mine != other and name not in near:
                 raise KVMismatchError(name, mine, other)
 
     def words(self) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,16 @@ from starlette.middleware.cors import CORSMiddleware
 import mmserve
 from mmserve.config import ServerConfig
 from mmserve.errors import RequestError
-from mmserve.server import chat, conversation_images, files, ops, realtime, responses, responses_ws
+from mmserve.server import (
+    chat,
+    conversation_images,
+    files,
+    kv_files,
+    ops,
+    realtime,
+    responses,
+    responses_ws,
+)
 from mmserve.server.auth import Guard
 from mmserve.server.blobs import BlobStore
 from mmserve.server.engine_face import EngineFace
@@ -134,6 +143,7 @@ def create_app(
             *conversation_images.ROUTES,
             *responses_ws.ROUTES,
             *realtime.ROUTES,
+            *kv_files.ROUTES,
         ],
         middleware=_middleware(config, services.metrics),
         exception_handlers={

@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket
 from mmserve.config import ServerConfig
 from mmserve.errors import RequestError
 from mmserve.server.errors import (
+    AdminOnlyError,
     InvalidAPIKeyError,
     OriginNotAllowedError,
     error_object,
@@ -31,6 +32,7 @@ SUBPROTOCOL = "realtime"
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 OPEN_PATHS = frozenset({"/health", "/health/live"})
+ADMIN_PATH = "/v1/kv"  # reads and plants what belongs to everybody
 CLOSED_ROOTS = frozenset({"v1", "metrics", "version"})  # the rest is the page, which holds no data
 
 
@@ -69,12 +71,16 @@ def needs_key(path: str) -> bool:
     return path not in OPEN_PATHS and path.lstrip("/").split("/", 1)[0] in CLOSED_ROOTS
 
 
+def needs_admin(path: str) -> bool:
+    return path == ADMIN_PATH or path.startswith(f"{ADMIN_PATH}/")
+
+
 class Guard:
     """Answers what may not pass; sets `scope["mmserve.owner"]` on what may."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
-        self._keys = Keys(config.api_keys)
+        self._keys, self._admins = Keys(config.api_keys), Keys(config.admin_keys)
         self._origins = frozenset(origin.rstrip("/").lower() for origin in config.allow_origins)
         self._hosts = LOOPBACK | {config.host.lower()}
         self._hosts |= {host_of(urlsplit(origin).netloc) for origin in self._origins}
@@ -85,9 +91,11 @@ class Guard:
         connection = HTTPConnection(scope)
         scope["mmserve.owner"] = ANONYMOUS
         try:
-            if self._keys:
+            if needs_admin(scope["path"]):
+                scope["mmserve.owner"] = self._owner(connection, self._admins)
+            elif self._keys:
                 if needs_key(scope["path"]):
-                    scope["mmserve.owner"] = self._owner(connection)
+                    scope["mmserve.owner"] = self._owner(connection, self._keys)
             elif scope["path"] not in OPEN_PATHS:
                 self._check_site(connection)
             if scope["type"] == "websocket":
@@ -96,12 +104,14 @@ class Guard:
             return await self._refuse(error, scope, receive, send)
         await self._app(scope, receive, send)
 
-    def _owner(self, connection: HTTPConnection) -> str:
+    def _owner(self, connection: HTTPConnection, keys: Keys) -> str:
+        if not keys:
+            raise AdminOnlyError("This needs an admin key, and the server has none (--admin-key).")
         key = bearer(connection.headers)
         for element in connection.scope.get("subprotocols", ()):
             if key is None and element.startswith(KEY_SUBPROTOCOL):
                 key = element[len(KEY_SUBPROTOCOL) :]
-        owner = self._keys.owner(key)
+        owner = keys.owner(key)
         if owner is None:
             raise InvalidAPIKeyError(
                 "No API key was given." if key is None else "The API key is not valid."

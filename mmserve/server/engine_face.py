@@ -7,6 +7,7 @@ can be tested with a fake. Refuses to know how a token is made.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from mmserve.config import ImageLimits
@@ -104,6 +105,12 @@ class EngineFace(Protocol):
 
     async def count(self, texts: Sequence[str]) -> list[int]:
         """The tokens of each text by itself."""
+
+    async def export_kv(self, path: Path) -> None:
+        """Write all KV that is cached to a file. Raises KVRefusedError."""
+
+    async def import_kv(self, path: Path) -> Mapping[str, Any]:
+        """Take a KV file in; what came of it, as JSON. Raises KVRefusedError."""
 
     def submit(
         self,

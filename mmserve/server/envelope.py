@@ -6,12 +6,14 @@ Logs method, path, status and time; never a query, header or body. Knows nothing
 from __future__ import annotations
 
 import logging
+import sys
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmserve.config import ServerConfig
+from mmserve.server.auth import ADMIN_PATH
 from mmserve.server.errors import RequestTooLargeError, error_response, internal_error
 from mmserve.server.server_metrics import ServerMetrics
 from mmserve.server.wire import ClientGoneError, new_id
@@ -65,6 +67,8 @@ class Envelope:
         self._metrics = metrics
 
     def _limit(self, path: str) -> int:
+        if path == ADMIN_PATH:
+            return sys.maxsize  # whoever may send it is asked before; the disk is the limit
         if path == "/v1/files":
             return self._config.max_file_bytes + MULTIPART_OVERHEAD
         return self._config.max_body_bytes

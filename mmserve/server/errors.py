@@ -52,6 +52,13 @@ class OriginNotAllowedError(RequestError):
     code = "origin_not_allowed"
 
 
+class AdminOnlyError(RequestError):
+    """For the holder of an admin key, and this server knows none."""
+
+    status = 403
+    code = "admin_key_required"
+
+
 class NotFoundError(RequestError):
     """`code` is model_not_found, response_not_found, file_not_found or not_found."""
 

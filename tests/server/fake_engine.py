@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mmserve.config import ImageLimits
@@ -22,6 +23,7 @@ from mmserve.errors import (
     EngineUnavailableError,
     ImageTooLargeError,
     InvalidImageError,
+    KVRefusedError,
     PinBudgetExceededError,
     QueueFullError,
     TooManyImagesError,
@@ -259,6 +261,15 @@ class FakeEngine:
 
     async def count(self, texts: Sequence[str]) -> list[int]:
         return [len(encode(text)) for text in texts]
+
+    async def export_kv(self, path: Path) -> None:
+        path.write_bytes(b"all KV")
+
+    async def import_kv(self, path: Path) -> dict[str, Any]:
+        if not path.read_bytes().startswith(b"all KV"):
+            raise KVRefusedError("The KV file is refused: it is none.", param="file")
+        part = {"new": 1, "known": 0, "left_out": 0}
+        return {"text": part, "images": part}
 
     def submit(
         self,
