@@ -79,12 +79,6 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache-memory-bytes", type=flags.size, default=cache.text_bytes, help="text KV pool")
     add("--vision-kv-cache-memory-bytes", type=flags.size, default=cache.vision_bytes)
     add("--no-enable-prefix-caching", action="store_true")
-    add(
-        "--kv-compatible-with",
-        action="append",
-        metavar="FINGERPRINT",
-        help="other weights whose KV files are taken, by what `mmserve kv inspect` shows",
-    )
     add("--max-num-seqs", type=flags.count, default=steps.max_num_seqs)
     add("--max-num-batched-tokens", type=flags.count, default=steps.max_num_batched_tokens)
     add(
@@ -113,6 +107,13 @@ def _add_tier_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-object-store",
         metavar="URL",
         help="such as s3://bucket/folder; needs the extra `tiers`",
+    )
+    tiers.add_argument(
+        "--kv-compatible-with",
+        action="append",
+        default=[],
+        metavar="FINGERPRINT",
+        help="other weights whose KV files are taken, by what `mmserve kv inspect` shows",
     )
 
 
@@ -151,7 +152,6 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             text_bytes=args.kv_cache_memory_bytes,
             vision_bytes=args.vision_kv_cache_memory_bytes,
             prefix_caching=not args.no_enable_prefix_caching,
-            kv_compatible_with=tuple(args.kv_compatible_with or ()),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=args.max_num_seqs,
@@ -197,7 +197,9 @@ def _serve(args: argparse.Namespace) -> None:
 
     def run(server: ServerConfig) -> None:
         tiers = _tier_config(args, server.data_dir)
-        config = Config(dataclasses.replace(engine_config(args), tiers=tiers), server)
+        engine = engine_config(args)
+        cache = dataclasses.replace(engine.cache, kv_compatible_with=tuple(args.kv_compatible_with))
+        config = Config(dataclasses.replace(engine, cache=cache, tiers=tiers), server)
         serve(config.server, AsyncEngine(config.engine))
 
     try:
