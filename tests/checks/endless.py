@@ -5,6 +5,9 @@ new. Where a turn leaves more text than the window, whole oldest turns are left 
 it, and what stays is computed behind the turn, not before the next one's answer. Some answers
 outgrow the window by themselves. An image of an early turn is pinned, and asked about at the end.
 
+What else runs on a machine changes the time per token, so a second engine that says the same few
+words all the time is timed beside the session, and the session's pace is told in that one's.
+
 Run: python tests/checks/endless.py [--turns 2000] [--model tiny|smolvision-135m]
 """
 
@@ -179,6 +182,10 @@ def check(turns: int, name: str) -> None:
     question = words(12)
     first: list[int] = []
     pace: list[Pace] = []  # by turn
+    beside: list[float] = []  # the session's processor time per token in a fresh engine's
+    fresh = Session(build(name), session.head)
+    pictures = map(image, range(turns, turns + LAST_IMAGES))
+    prompt: tuple[Segment, ...] = (fresh.head, *pictures, words(1000))
     memory: list[float] = []
     started = time.perf_counter()
     print("turn    tokens images  MiB resident  ms per token  of processors  pages in use")
@@ -190,6 +197,8 @@ def check(turns: int, name: str) -> None:
         if number == PINNED:
             session.pinned = session.turns[-1].images[-1]
             first = session.run((session.head, session.pinned, question), ANSWER)[0]
+        if number % 5 == 0:
+            beside.append(pace[-1].cpu / fresh.run(prompt, ANSWER)[1].cpu)
         memory.append(resident_mb())
         if (number + 1) % max(turns // 10, 1) == 0:
             tenth = pace[-max(turns // 10, 1) :]
@@ -206,11 +215,6 @@ def check(turns: int, name: str) -> None:
     session.say((words(5), session.pinned, question), ANSWER)
     assert again == first, "the early image is answered unlike before"
     assert encoder_runs(engine) == before == session.images - 1, "an image was looked at twice"
-    report(session, pace, memory, took)
-
-
-def report(session: Session, pace: list[Pace], memory: list[float], took: float) -> None:
-    """What became of the session, and the slopes."""
     print(
         f"{took:.0f} s; {session.cuts} cuts at turns' borders, {session.dropped_inside:,} tokens "
         f"dropped inside turns; the image of turn {PINNED} was asked again with no encoder run"
@@ -219,6 +223,7 @@ def report(session: Session, pace: list[Pace], memory: list[float], took: float)
         {
             "ms per token": [p.wall for p in pace],
             "of processors": [p.cpu for p in pace],
+            "in a fresh engine's": beside[1:],
             "MiB resident": memory,
         }
     )
