@@ -117,7 +117,7 @@ def _add_tier_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _tier_config(args: argparse.Namespace, folder: Path | None) -> TierConfig:
+def tier_config(args: argparse.Namespace, folder: Path | None) -> TierConfig:
     """`folder`: where data outlive the server."""
     return TierConfig(
         host_bytes=args.host_kv_bytes,
@@ -196,7 +196,7 @@ def _serve(args: argparse.Namespace) -> None:
     )
 
     def run(server: ServerConfig) -> None:
-        tiers = _tier_config(args, server.data_dir)
+        tiers = tier_config(args, server.data_dir)
         engine = engine_config(args)
         cache = dataclasses.replace(engine.cache, kv_compatible_with=tuple(args.kv_compatible_with))
         config = Config(dataclasses.replace(engine, cache=cache, tiers=tiers), server)

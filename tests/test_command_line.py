@@ -12,8 +12,8 @@ import platformdirs
 import pytest
 
 from mmserve import __version__
-from mmserve.__main__ import build_parser, data_dir, engine_config
-from mmserve.config import MIB, EngineConfig
+from mmserve.__main__ import build_parser, data_dir, engine_config, tier_config
+from mmserve.config import MIB, EngineConfig, TierConfig
 from tests.model import families
 
 
@@ -55,6 +55,16 @@ def complaint(*words: str, status: int = 1) -> str:
 
 def test_no_flags_give_the_configuration_tree_s_own_defaults() -> None:
     assert parse() == EngineConfig()
+
+
+def test_the_tiers_lie_in_the_data_folder_and_may_be_none() -> None:
+    def tiers(folder: Path | None, *flags: str) -> TierConfig:
+        return tier_config(build_parser().parse_args(["serve", *flags]), folder)
+
+    assert tiers(Path("data")) == TierConfig(None, 4 << 30, Path("data/kv"), None)
+    assert tiers(None).folder is None
+    flags = ("--host-kv-bytes", "1G", "--disk-kv-bytes", "0", "--kv-object-store", "s3://bucket")
+    assert tiers(None, *flags) == TierConfig(1 << 30, 0, None, "s3://bucket")
 
 
 def test_flags_reach_their_place_in_the_tree() -> None:

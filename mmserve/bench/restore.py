@@ -102,6 +102,7 @@ class _Restore:
     def __init__(self, suite: RestoreSuite, engine: Engine, folder: Path) -> None:
         assert engine.tiers is not None
         self._engine, self._folder, self._repeats = engine, folder, suite.repeats
+        self._name = f"{suite.tokens} tokens"
         self._tiers: KVTiers = engine.tiers
         load = Load(engine, seed=suite.seed)
         self._prompt: Sequence[Segment] = (load.text(suite.tokens - ROOM),)
@@ -109,7 +110,7 @@ class _Restore:
         self._tokens: tuple[int, ...] | None = None
 
     def lines(self) -> Iterator[Line]:
-        name = f"{self._engine.max_model_len - 64} tokens"
+        name = self._name
         self._time(lift=False)  # compiles, and writes the objects
         self._tiers.stack.settle()
         moved = self._tiers.stack.used("disk")[1]
