@@ -14,7 +14,6 @@ from mmserve.config import TierConfig
 from mmserve.engine.kv_objects import KVObjects
 from mmserve.engine.kv_tiers import KVTiers
 from mmserve.engine.model_runner import ModelRunner
-from mmserve.kvfile.header import Identity
 from mmserve.metrics import Metrics
 from mmserve.scheduler.scheduler import Scheduler
 from mmserve.tiers.cost import Costs
@@ -29,15 +28,14 @@ HOST_SHARE = 8  # one part in so many of the machine's memory, beside a GPU
 
 def build_tiers(
     config: TierConfig,
-    identity: Identity,
+    owner: Owner,
     runner: ModelRunner,
     scheduler: Scheduler,
     metrics: Metrics,
 ) -> KVTiers | None:
     """None where nothing is kept below the pools. Raises `ObjectStoreError`, or `OSError` for a
     folder that cannot be used."""
-    owner, pinned = Owner(identity), runner.device.type == "cuda"
-    host_bytes = config.host_bytes
+    pinned, host_bytes = runner.device.type == "cuda", config.host_bytes
     if host_bytes is None:
         host_bytes = _memory() // HOST_SHARE if pinned else 0
     folder = None

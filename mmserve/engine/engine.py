@@ -38,6 +38,7 @@ from mmserve.request import FinishReason, ImageInput, ImageSegment, Request, Tok
 from mmserve.scheduler.batch import Batch, ContextImage, ImageJob
 from mmserve.scheduler.scheduler import Scheduler
 from mmserve.sequence import Sequence
+from mmserve.tiers.kv_object import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +76,8 @@ class Engine:
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
         self._last_keys: dict[bytes, bytes] = {}  # by digest, of images computed in their context
         self.pipeline.connect(self._is_resident, self.metrics.image_decodes.inc)
-        self.tiers = build_tiers(
-            config.tiers, self.kv.identity, self.runner, self.scheduler, self.metrics
-        )
+        owner = Owner(self.kv.identity, self._compatible)
+        self.tiers = build_tiers(config.tiers, owner, self.runner, self.scheduler, self.metrics)
         self._figures = Figures(self.metrics, self.scheduler, self.tiers)
         pools = [self.runner.vision[g] for g in self.scheduler.holdings.image_groups]
         self.images = ImageKV(

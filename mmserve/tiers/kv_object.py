@@ -64,9 +64,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose objects these are, and their geometry. `seed`: contained in every name."""
+    """Whose objects these are, and their geometry. `seed`: contained in every name.
+
+    `compatible`: fingerprints of weights whose KV may be among them, because they were declared to
+    be nearly these. Who declares others, or none, does not find it.
+    """
 
     identity: Identity
+    compatible: tuple[str, ...] = ()
 
     @cached_property
     def words(self) -> str:
@@ -75,7 +80,7 @@ class Owner:
 
     @cached_property
     def seed(self) -> bytes:
-        return hashlib.sha256(self.words.encode()).digest()
+        return hashlib.sha256("\n".join((self.words, *sorted(self.compatible))).encode()).digest()
 
     @cached_property
     def dtype(self) -> torch.dtype:

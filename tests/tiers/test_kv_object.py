@@ -62,6 +62,11 @@ def test_another_model_s_object_is_refused_by_the_word_that_differs() -> None:
     assert other.seed != OWNER.seed
 
 
+def test_who_takes_other_weights_kv_has_objects_of_its_own() -> None:
+    near = [Owner(OWNER.identity, of) for of in ((), ("ff",), ("ff", "ee"), ("ee", "ff"))]
+    assert near[0].seed == OWNER.seed != near[1].seed != near[2].seed == near[3].seed
+
+
 def test_an_object_under_another_name_is_refused() -> None:
     with pytest.raises(KVFileError):
         from_bytes(OWNER, bytes(32), whole(), pinned=False)
