@@ -378,7 +378,7 @@ class AsyncEngine:
             if events:
                 moved = time.monotonic()
                 loop.call_soon_threadsafe(self._dispatch, events)
-            elif not engine.has_work:
+            elif not engine.scheduler.has_work:  # what waits for files does not for ever
                 moved = time.monotonic()
             elif time.monotonic() - moved > STALL_S:
                 logger.error("no progress for %.0f s: %s", STALL_S, engine.describe())

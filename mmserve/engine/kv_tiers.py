@@ -31,6 +31,8 @@ COPIES_PER_STEP = 4  # of an idle one
 LEAST_WAIT_S = 0.25  # for objects, however fast computing is
 MOST_WAIT_S = 10.0  # and however slow, or where nobody knows
 REST_S = 0.002  # of an engine with nothing else to do
+CLOSE_S = 10.0  # for what is still to be written when all ends
+MOST_LEFT = 256  # ended requests whose KV is still to be written; with more, the first ones lose
 
 
 @dataclass
@@ -71,7 +73,7 @@ class KVTiers:
         self.run_tokens = RUN_PAGES * holdings.page_size
         self.lifter = Lifter(stack, holdings, objects, costs)
         self._waiting: dict[str, Waiting] = {}
-        self._left: deque[Left] = deque()
+        self._left: deque[Left] = deque(maxlen=MOST_LEFT)
         self._steps = 0
         if holdings.radix is not None:
             holdings.radix.on_evict = self._keep_text
@@ -92,22 +94,24 @@ class KVTiers:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would move anything on: somebody waits, or something can be copied."""
-        return bool(self._waiting) or self._can_copy
+        """Whether somebody waits, or something is still to be copied."""
+        return bool(self._waiting or self._left)
 
     @property
     def _can_copy(self) -> bool:
         return bool(self._left) and not self.stack.is_behind
 
     def tick(self, *, busy: bool) -> None:
-        """Behind each step: copy a little of what has been left. Where nothing else can be done but
-        to wait for objects, wait a moment."""
+        """Behind each step: copy a little of what has been left. Where nothing can be done but to
+        wait for files, wait a moment."""
         self._steps += 1
         copies = COPIES_PER_STEP
         if busy:
             copies = not self._steps % STEPS_PER_COPY
         elif self._waiting and not self._can_copy:
             next(iter(self._waiting.values())).fetch.wait(REST_S)
+        elif self._left and not self._can_copy:
+            self.stack.rest(REST_S)
         for _ in range(copies):
             if self._can_copy:
                 self._copy(self._left[0])
@@ -229,12 +233,14 @@ class KVTiers:
         return self.stack.where(image_name(self._seed, key))
 
     def close(self) -> None:
-        """Copy all that has been left, and wait until it is written."""
-        while self._left:
-            if self.stack.is_behind:
-                self.stack.settle()
-            self._copy(self._left[0])
-        self.stack.close()
+        """Copy what has been left, and wait until it is written; not for long."""
+        until = self._clock() + CLOSE_S
+        while self._left and self._clock() < until:
+            if self._can_copy:
+                self._copy(self._left[0])
+            else:
+                self.stack.rest(REST_S)
+        self.stack.close(max(until - self._clock(), 0.0))
 
 
 def _pages_of(node: RadixNode, depth: int, run: int) -> list[list[int]]:

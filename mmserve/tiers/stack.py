@@ -329,16 +329,21 @@ class TierStack:
             self._items.clear()
             self._host = Ledger(self._host.budget)
 
+    def rest(self, seconds: float) -> None:
+        """Until the writer has written one more, or so long."""
+        with self._lock:
+            self._written.wait(seconds)
+
     def settle(self) -> None:
         """Wait until all that was handed to the writer is written."""
         with self._lock:
             self._written.wait_for(lambda: not self._sinking)
 
-    def close(self) -> None:
-        """Write what is still queued, then stop."""
+    def close(self, seconds: float) -> None:
+        """Write what is still queued, as far as it takes no longer, and stop."""
         self._jobs.put(None)
-        self._writer.join()
-        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._writer.join(seconds)
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def check_invariants(self) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ from mmserve.config import TierConfig
 from mmserve.engine.engine import Engine
 from mmserve.engine.kv_tiers import KVTiers
 from mmserve.request import FinishReason
+from mmserve.tiers import stack
 from mmserve.tiers.cost import Costs
 from mmserve.tiers.disk import Folder
 from mmserve.tiers.stack import TIERS, TierStack
@@ -301,11 +302,11 @@ def test_a_small_host_tier_passes_on_to_the_disk_and_never_exceeds_its_budget(
     for seed in range(6):
         d.ask(words(seed, 150), d.image(picture(seed)), words(seed, 20))
         flood(d)
-        stack = settle(d)
-        assert stack.used("host")[1] <= 100_000 and stack.used("disk")[1] <= 400_000
+        held = settle(d)
+        assert held.used("host")[1] <= 100_000 and held.used("disk")[1] <= 400_000
         on_disk = sum(file.stat().st_size for file in tmp_path.glob("*.kv"))
-        assert on_disk == stack.used("disk")[1]
-    assert stack.used("disk")[0] > 1
+        assert on_disk == held.used("disk")[1]
+    assert held.used("disk")[0] > 1
 
 
 def test_an_image_s_state_says_where_its_kv_is(tmp_path: Path) -> None:
@@ -352,6 +353,16 @@ def test_what_moves_is_counted_by_tier_and_direction(tmp_path: Path) -> None:
     assert up and text == 192 and figure(d, "tier_hit_tokens_total", kind="image") == 40
     rate = figure(d, "cache_hit_rate", cause="tier")
     assert rate is not None and 0 < rate < 1 and figure(d, "cache_hit_rate", cause="prefix") == 0
+
+
+def test_an_idle_engine_goes_on_writing_until_all_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack, "QUEUE_BYTES", 1)  # the writer is behind with every object
+    d = driver(tiny_model(), disk(tmp_path))
+    talk(d)
+    assert not d.engine.has_work
+    assert settle(d).used("disk")[0] == 6 and not refusals(d)
 
 
 def test_the_kv_of_what_is_not_stored_never_reaches_the_disk(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_what_is_queued_when_it_closes_is_written(tmp_path: Path) -> None:
     tiers = build(tmp_path, files=3)
     for name in NAMES[:3]:
         tiers.put(item(name))
-    tiers.close()
+    tiers.close(60)
     assert [build(tmp_path, files=3).where(name) for name in NAMES[:3]] == ["disk"] * 3
 
 
