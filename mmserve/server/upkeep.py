@@ -19,7 +19,7 @@ from mmserve.server.errors import StorageUnavailableError
 from mmserve.server.history import Entry, History, render
 from mmserve.server.services import Services
 from mmserve.server.store import Turn
-from mmserve.server.window import Budget, dropped, line, trim
+from mmserve.server.window import Budget, dropped, line, text_tokens, trim
 from mmserve.server.wire import new_id
 
 log = logging.getLogger("mmserve.server")
@@ -67,13 +67,16 @@ class Upkeep:
         """Once the turn is kept, after the cuts made for its prompt and at its end: the summary,
         then the new layout's KV."""
         policy = turn.session.policy
-        if policy is not None and policy.summary:
-            window = Budget.of(policy, self.services.info.max_model_len).window
-            cuts = [cut for cut in cuts if cut.kept.state.dropped > cut.whole.state.dropped]
-            if cuts:  # not of images alone
-                await self._summarise(turn, cuts, min(SUMMARY_TOKENS, window // 8))
-        if turn.kept is not None and not turn.continued:
-            await self.prefill(turn.kept, durable=turn.durable)
+        if policy is None:
+            return
+        window = Budget.of(policy, self.services.info.max_model_len).window
+        cuts = [cut for cut in cuts if cut.kept.state.dropped > cut.whole.state.dropped]
+        if cuts and policy.summary:  # not of images alone
+            await self._summarise(turn, cuts, min(SUMMARY_TOKENS, window // 8))
+        kept = turn.kept
+        # A newest turn that fills the window is left out as soon as there is a newer one.
+        if kept is not None and not turn.continued and text_tokens(kept) <= window:
+            await self.prefill(kept, durable=turn.durable)
 
     async def _summarise(self, turn: Turn, cuts: Sequence[Cut], limit: int) -> None:
         summary, missing = cuts[0].kept.state.summary, None

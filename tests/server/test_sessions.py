@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -547,3 +548,67 @@ def test_turns_of_a_server_that_knew_no_sessions_go_on_and_are_cut(
     assert cut["session"]["dropped_items"] > 0
     assert numbers(prompts(running, "resp")[-1]) == [1, 2, 3, 4, 5, 6, 7]
     assert size(prompts(running, "resp")[-1]) <= 400
+
+
+def test_what_is_not_stored_is_cut_and_summarised_on_its_socket(
+    begin: Start, tmp_path: Path
+) -> None:
+    running = begin()
+    running.engine.summary = "a whispered summary"
+    parent: dict[str, Any] = {"session_policy": {"window": 120, "summary": True}}
+    with running.openai().responses.connect() as socket:
+        for _ in range(4):
+            create = {"type": "response.create", "store": False, "input": "whispered words " * 4}
+            socket.send({**create, **parent})  # type: ignore[arg-type]
+            done = next(e for e in socket if e.type == "response.completed").response
+            parent = {"previous_response_id": done.id}
+            assert running.idle()
+    assert done.model_extra is not None
+    assert done.model_extra["session"]["summary"] == "a whispered summary"
+    everything = b"".join(f.read_bytes() for f in (tmp_path / "data").rglob("*") if f.is_file())
+    assert b"whispered" not in everything
+
+
+def test_a_turn_that_fills_the_window_is_not_computed_ahead(begin: Start) -> None:
+    running = begin()
+    last = talk(running, 2, {"session_policy": {"window": 400}})[-1]
+    ask(running, "z" * 700, previous_response_id=last["id"])
+    assert not prompts(running, "prefill")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_said_in_whatever_tree(begin: Start, seed: int) -> None:
+    """Every item is in the prompt or counted as dropped, pictures keep their numbers, and no prompt
+    of several turns passes its window."""
+    random = Random(seed)
+    running = begin()
+    tree: list[tuple[str, int, int]] = []  # id, items and pictures up to its answer
+    window: dict[str, int | None] = {}
+    for step in range(45):
+        if step % 20 == 19:
+            running = begin()
+        body: dict[str, Any] = {}
+        parent, items, shown = random.choice(tree[-3:]) if step else ("", 0, 0)
+        limit = window.get(parent)
+        if parent:
+            body["previous_response_id"] = parent
+        if random.random() < 0.3:
+            limit = random.choice([None, 150, 300, 600])
+            images = random.choice(["all", "pinned", 0, 2])
+            policy = {"window": limit, "images": images, "summary": random.random() < 0.5}
+            body["session_policy"] = policy if limit else None
+        pictures = [f"picture {random.randrange(9)}" for _ in range(random.randrange(3))]
+        turn = ask(running, "word " * random.randrange(1, 40), *pictures, **body)
+        items, shown = items + 2, shown + len(pictures)
+        tree.append((turn["id"], items, shown))
+        window[turn["id"]] = limit
+        prompt, session = prompts(running, "resp")[-1], turn["session"] or {}
+        assert len(prompt) + session.get("dropped_items", 0) == items - 1
+        called = [number or 0 for number in numbers(prompt)]
+        assert called == sorted(set(called)) and all(0 < number <= shown for number in called)
+        assert called[len(called) - len(pictures) :] == [
+            *range(shown - len(pictures) + 1, shown + 1)
+        ]
+        assert len(called) + session.get("dropped_images", 0) == shown
+        if limit and len(prompt) > 1:
+            assert size(prompt) <= limit
