@@ -124,7 +124,7 @@ class Lifter:
         """Bring up what is at hand of what a sequence could use, as far as there is room now."""
         radix = self._holdings.radix
         reach = self._reach(seq, radix) if radix else 0
-        found_room = self._lift_images(seq, reach)
+        found_room = self._lift_images(seq, reach or self._holdings.reach(seq))
         if radix and reach:
             found_room &= self._lift_text(seq, radix, reach)
         if found_room:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -230,8 +231,6 @@ class Held:
     """A folder whose reads wait until they are let go."""
 
     def __init__(self, d: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-        import threading
-
         self.gate = threading.Event()
         read = Folder.read
         monkeypatch.setattr(Folder, "read", lambda *args: (self.gate.wait(), read(*args))[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +95,6 @@ def test_what_is_written_behind_stays_in_host_memory_and_outlives_the_process(
 
 
 def test_a_start_knows_the_order_of_use_and_keeps_to_a_smaller_budget(tmp_path: Path) -> None:
-    import os
-
     tiers = build(tmp_path, files=3)
     put(tiers, *NAMES[:3])
     for age, name in enumerate((NAMES[1], NAMES[2], NAMES[0])):
@@ -194,8 +194,6 @@ def test_a_store_that_cannot_be_is_refused_by_its_url(url: str) -> None:
 
 
 def test_a_store_without_the_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ObjectStoreError, match=r"mmserve\[tiers\]"):
         object_store.ObjectStore("memory:///")
