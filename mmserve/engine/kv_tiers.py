@@ -12,9 +12,10 @@ not longer than computing would take.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mmserve.cache.radix_node import HOLE, RadixNode
@@ -23,8 +24,11 @@ from mmserve.engine.kv_objects import KVObjects
 from mmserve.scheduler.holdings import Holdings
 from mmserve.sequence import Sequence as Seq
 from mmserve.tiers.cost import Costs
+from mmserve.tiers.kv_object import Kind
 from mmserve.tiers.names import RUN_PAGES, image_name, run_names
 from mmserve.tiers.stack import Fetch, Tier, TierStack
+
+logger = logging.getLogger(__name__)
 
 STEPS_PER_COPY = 8  # of a busy engine, for one object written behind
 COPIES_PER_STEP = 4  # of an idle one
@@ -148,8 +152,7 @@ class KVTiers:
         """`pages`: of a whole run, by group with text."""
         by_group = dict(zip(self._holdings.text_groups, pages, strict=True))
         if any(page != HOLE for own in pages for page in own):
-            size = self.run_tokens
-            self.stack.put(self._objects.read(name, "text", size, by_group, durable=durable))
+            self._put(name, "text", self.run_tokens, by_group, durable=durable)
 
     def _keep_text(self, node: RadixNode, start: int, end: int) -> None:
         """A node is about to lose these of its pages: keep the runs that they are of."""
@@ -190,8 +193,25 @@ class KVTiers:
             return False
         tokens = next(iter(there.values())).num_tokens
         pages = {g: entry.pages for g, entry in there.items()}
-        self.stack.put(self._objects.read(name, "image", tokens, pages, durable=durable))
+        self._put(name, "image", tokens, pages, durable=durable)
         return True
+
+    def _put(
+        self,
+        name: bytes,
+        kind: Kind,
+        num_tokens: int,
+        pages: Mapping[int, Sequence[int]],
+        *,
+        durable: bool,
+    ) -> None:
+        """Copy pages out. Where there is no memory for that, they are lost, and no step fails."""
+        try:
+            item = self._objects.read(name, kind, num_tokens, pages, durable=durable)
+        except RuntimeError:
+            logger.warning("an object of KV found no memory", exc_info=True)
+            return self.stack.lose("unwritable")
+        self.stack.put(item)
 
     # -- up -------------------------------------------------------------------------------------
 

@@ -161,6 +161,10 @@ class TierStack:
         if held:
             self._watch.moved("host", "down", item.num_bytes)
 
+    def lose(self, reason: str) -> None:
+        """Something was to be put, and cannot be."""
+        self._watch.refused(reason)
+
     def _hold(self, item: KVObject) -> None:
         if item.name in self._items:
             self._items[item.name] = item  # it may be durable now

@@ -14,6 +14,7 @@ import torch
 
 from mmserve.config import TierConfig
 from mmserve.engine.engine import Engine
+from mmserve.engine.kv_objects import KVObjects
 from mmserve.engine.kv_tiers import KVTiers
 from mmserve.request import FinishReason
 from mmserve.tiers import stack
@@ -362,6 +363,22 @@ def test_an_idle_engine_goes_on_writing_until_all_is_written(
     talk(d)
     assert not d.engine.has_work
     assert settle(d).used("disk")[0] == 6 and not refusals(d)
+
+
+def test_without_memory_for_a_copy_what_is_evicted_is_lost_and_no_step_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    d = driver(tiny_model(), vision_pages=4)
+    expected = talk(d)
+    with monkeypatch.context() as patch:
+        patch.setattr(KVObjects, "read", fail)
+        flood(d)
+    assert talk(d) == expected and found(d) == (0, 0, 2)
+    assert refusals(d)["unwritable"] >= 6
+    d.assert_idle()
 
 
 def test_the_kv_of_what_is_not_stored_never_reaches_the_disk(tmp_path: Path) -> None:
