@@ -44,6 +44,14 @@ def one_thread() -> Iterator[None]:
     numba.set_num_threads(before[1])
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """What a test draws without a seed of its own it draws again when it is repeated."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def whole_floats() -> None:
     """Convolutions on a GPU round float32 to 10 bits unless told not to."""
