@@ -85,25 +85,31 @@ def report(costs: list[Cost], response: dict[str, Any]) -> None:
     print("session:", {k: v for k, v in response["session"].items() if k != "policy"})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=2000)
-    parser.add_argument("--window", type=int, default=600)
-    arguments = parser.parse_args()
+def check(turns: int, window: int) -> list[Cost]:
+    """Hold the conversation, print its costs, and return them."""
     torch.set_num_threads(1)
     engine = AsyncEngine(tiny_config(text_pages=400, vision_pages=800), build)
     with tempfile.TemporaryDirectory() as folder:
         config = ServerConfig(port=0, data_dir=Path(folder), max_stored_responses=200)
         running, stop = start(config, cast(Any, engine))
         assert eventually(lambda: engine.status == "ok")
-        talk, costs = Talk(running, engine, arguments.window), []
-        for i in range(arguments.turns):
+        talk, costs = Talk(running, engine, window), []
+        for i in range(turns):
             part = {"type": "input_image", "image_url": picture(i)}
             response, ms = talk.ask(*([part] if i % NEW_PICTURE == 2 else []))
             details = response["usage"]["input_tokens_details"]
             costs.append(Cost(ms, details["cache_write_tokens"], memory()))
         report(costs, response)
         stop()
+    return costs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=2000)
+    parser.add_argument("--window", type=int, default=600)
+    arguments = parser.parse_args()
+    check(arguments.turns, arguments.window)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from tests.checks import company, endless, hit_equals_miss, sdk, vqa
+from tests.checks import company, endless, hit_equals_miss, long_session, sdk, vqa
 from tests.checks.served import Served, serving
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -40,3 +40,8 @@ def test_a_session_goes_on_and_its_early_image_is_answered_as_at_first() -> None
 
 def test_company_aborts_and_many_pictures_change_nothing() -> None:
     company.check(pictures=400)
+
+
+def test_a_long_conversation_over_http_computes_a_turn_no_more_than_at_first() -> None:
+    computed = [cost.computed for cost in long_session.check(120, 600)]
+    assert max(computed[60:]) <= max(computed[:60])
