@@ -9,6 +9,7 @@ what was there before. So a request that never runs leaves nothing to give back.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from mmserve.tiers.cost import Costs
 from mmserve.tiers.kv_object import KVObject, Parts
 from mmserve.tiers.names import RUN_PAGES, image_name, run_names
 from mmserve.tiers.stack import Fetch, Tier, TierStack
+
+logger = logging.getLogger(__name__)
 
 
 class Wish(NamedTuple):
@@ -122,6 +125,13 @@ class Lifter:
 
     def lift(self, seq: Seq) -> None:
         """Bring up what is at hand of what a sequence could use, as far as there is room now."""
+        try:
+            self._lift(seq)
+        except RuntimeError as error:  # PyTorch's, for memory: the rest is computed
+            logger.warning("an object of KV found no memory: %s", error)
+            self.forget(seq.id)
+
+    def _lift(self, seq: Seq) -> None:
         radix = self._holdings.radix
         reach = self._reach(seq, radix) if radix else 0
         found_room = self._lift_images(seq, reach or self._holdings.reach(seq))

@@ -94,6 +94,8 @@ class KVTiers:
         self.lifter.forget(seq.id)
         if self.stack.goes_deep and seq.request.durable and seq.num_computed_tokens:
             names = run_names(self._seed, seq.keys, self.run_tokens)
+            if len(self._left) == MOST_LEFT:
+                self.stack.lose("queue_full")
             self._left.append(Left(seq.keys, names, [placed.key for placed in seq.images]))
 
     @property

@@ -238,7 +238,15 @@ class TierStack:
             except OSError:
                 logger.warning("an object of KV did not reach the object store", exc_info=True)
                 self._watch.refused("unwritable")
-        self._folder.delete(name)
+        self._delete(name)
+
+    def _delete(self, name: bytes) -> None:
+        """A file that no book has any more; where it cannot go, the next start finds it."""
+        assert self._folder is not None
+        try:
+            self._folder.delete(name)
+        except OSError as error:
+            logger.warning("a file of KV could not be deleted: %s", error)
 
     def _upload(self, name: bytes, data: bytes) -> None:
         if self._store is None:
@@ -267,18 +275,17 @@ class TierStack:
     def _read(self, name: bytes) -> KVObject | None:
         """A reader's thread. None: it is not there, or not whole, and forgotten."""
         item = self.get(name)
-        for read in () if item else (self._read_file, self._download):
+        sources = ((self._read_file, self._forget_file), (self._download, self._forget_remote))
+        for read, forget in () if item else sources:
             try:
                 item = item or read(name)
-            except KVMismatchError:
-                self._watch.refused("other_model")
-                self._drop(name)
-            except KVFileError:
-                self._watch.refused("damaged")
-                self._drop(name)
-            except OSError:
+            except KVFileError as error:
+                other = isinstance(error, KVMismatchError)
+                self._watch.refused("other_model" if other else "damaged")
+                forget(name, delete=True)
+            except OSError:  # of a store it may be the network's fault
                 self._watch.refused("unreadable")
-                self._drop(name)
+                forget(name, delete=read == self._read_file)
             except RuntimeError:  # PyTorch's, for memory that it cannot pin
                 logger.warning("an object of KV found no memory", exc_info=True)
                 self._watch.refused("unreadable")
@@ -305,25 +312,20 @@ class TierStack:
         self._watch.moved("object_store", "up", item.num_bytes)
         return item
 
-    def _drop(self, name: bytes) -> None:
-        """Forget an object that is no good in the highest tier below host memory."""
+    def _forget_file(self, name: bytes, *, delete: bool = True) -> None:
         with self._lock:
-            on_disk = name in self._disk
-        if on_disk:
-            return self._forget_file(name)
+            self._disk.remove(name)
+        if delete:
+            self._delete(name)
+
+    def _forget_remote(self, name: bytes, *, delete: bool) -> None:
         with self._lock:
             self._remote.discard(name)
-        if self._store is not None:
+        if self._store is not None and delete:
             try:
                 self._store.delete(name)
             except StoredObjectError as error:
                 logger.warning("%s", error)
-
-    def _forget_file(self, name: bytes) -> None:
-        assert self._folder is not None
-        with self._lock:
-            self._disk.remove(name)
-        self._folder.delete(name)
 
     # -- the end --------------------------------------------------------------------------------
 

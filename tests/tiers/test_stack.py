@@ -13,7 +13,7 @@ import torch
 from mmserve.kvfile.header import KVFileError
 from mmserve.tiers import disk, object_store, stack
 from mmserve.tiers.disk import Folder
-from mmserve.tiers.object_store import ObjectStore, ObjectStoreError
+from mmserve.tiers.object_store import ObjectStore, ObjectStoreError, StoredObjectError
 from mmserve.tiers.stack import TierStack
 from tests.tiers.objects import OWNER, Heard, item
 
@@ -138,6 +138,54 @@ def test_a_damaged_object_of_the_store_is_deleted_there(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert bring(tiers, NAMES[0]) is None and heard(tiers).refusals == {"damaged": 1}
     assert not list((tmp_path / "bucket").iterdir())
+
+
+def test_a_store_that_fails_for_a_while_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = build(tmp_path, store=True)
+    put(tiers, NAMES[0])
+
+    def fail(*_: object) -> None:
+        raise StoredObjectError("the network is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "read", fail)
+        assert bring(tiers, NAMES[0]) is None
+    assert heard(tiers).refusals == {"unreadable": 1} and tiers.where(NAMES[0]) is None
+    again = build(tmp_path, store=True)
+    put(again, NAMES[1])  # the writer has listed the store then
+    assert torch.equal(bring(again, NAMES[0]).memory, item(NAMES[0]).memory)
+
+
+def test_a_file_that_sinks_while_it_is_read_is_found_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = build(tmp_path, files=1, store=True)
+    put(tiers, NAMES[0])
+
+    def gone(*_: object) -> None:
+        put(tiers, NAMES[1])  # for want of room the file goes down
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Folder, "read", gone)
+    assert torch.equal(bring(tiers, NAMES[0]).memory, item(NAMES[0]).memory)
+
+
+def test_a_folder_that_became_read_only_is_no_book_of_what_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = build(tmp_path, files=1)
+    put(tiers, NAMES[0])
+
+    def fail(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    for name in ("write", "delete"):
+        monkeypatch.setattr(Folder, name, fail)
+    put(tiers, NAMES[1])
+    assert tiers.where(NAMES[1]) is None and tiers.used("disk") == (0, 0)
+    assert heard(tiers).refusals == {"unwritable": 1}
 
 
 def test_a_full_disk_loses_objects_and_nothing_else(
