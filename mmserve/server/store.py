@@ -218,14 +218,17 @@ class ResponseStore:
 
     async def change_session(self, turn: Turn, how: Callable[[SessionState], SessionState]) -> None:
         """As `Turn.change`, and for good once this returns. Raises `StorageUnavailableError`, and
-        nothing has changed."""
+        nothing has changed, or `NotFoundError` for a turn that has just gone: nobody would undo
+        its pins."""
+        self.get(turn.id, turn.owner)
         before = turn.session, turn.kept
         turn.change(how)
         self.on_pins(before[0].pinned, turn.session.pinned)
         try:
             await self.keep_session(turn)
         except StorageUnavailableError:
-            self.on_pins(turn.session.pinned, before[0].pinned)
+            if turn.id in self._turns:
+                self.on_pins(turn.session.pinned, before[0].pinned)
             turn.session, turn.kept = before
             raise
 
@@ -296,11 +299,13 @@ class ResponseStore:
         self.journal.write(rows.remove_turn(id))
 
     def pinned(self) -> Iterator[StoredImage]:
-        """The images that stored turns have pinned; one may come several times."""
+        """The images that stored turns have pinned, each once."""
+        found: set[str] = set()
         for turn in list(self._turns.values()):
-            if turn.session.pinned:
-                images = turn.history().shown
-                yield from (image for image in images if image.digest in turn.session.pinned)
+            if wanted := turn.session.pinned - found:
+                images = {i.digest: i for i in turn.history().shown if i.digest in wanted}
+                found |= images.keys()
+                yield from images.values()
 
     def restore(self, database: Database) -> None:
         """Take in what an earlier process kept; what has expired goes with the next `expire`.

@@ -142,8 +142,11 @@ def _leave(history: History, first: int, images: tuple[StoredImage, ...]) -> His
         return history
     entries = (*system, *history.entries[first:])
     left = replace(history, entries=entries, images=images)
+    # Nothing is remembered of forgotten images that are out, or a conversation's state grows.
+    present, forgotten = {i.digest for i in left.all_images}, history.state.forgotten
     state = replace(
         history.state,
+        forgotten={digest: how for digest, how in forgotten.items() if digest in present},
         dropped=history.state.dropped + len(gone),
         dropped_tokens=history.state.dropped_tokens + sum(entry.item.tokens for entry in gone),
         dropped_images=history.state.dropped_images + len(history.shown) - len(left.shown),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +189,33 @@ def test_a_pin_beyond_the_budget_is_refused_and_leaves_nothing(begin: Start) -> 
     assert refused.json()["error"]["code"] == "pin_budget_exceeded"
     assert len(running.engine.pinned) == 1
     assert [i["pinned"] for i in listed(running, turn)] == [True, False, False]
+
+
+def test_a_pin_of_a_response_that_is_deleted_meanwhile_is_let_go(
+    begin: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = begin()
+    (turn,) = talk(running, "a")
+    pin, pinning, deleted = running.engine.pin_image, threading.Event(), threading.Event()
+
+    async def slowly(image: ImageId) -> None:
+        pinning.set()
+        await asyncio.to_thread(deleted.wait)
+        await pin(image)
+
+    monkeypatch.setattr(running.engine, "pin_image", slowly)
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(act, running, turn, sha("a"), "pin")
+        assert pinning.wait(60)
+        running.http().delete(f"/v1/responses/{turn['id']}")
+        deleted.set()
+        assert answer.result().status_code == 404
+    assert running.engine.pinned == set()
+    monkeypatch.undo()
+    (again,) = talk(running, "a")
+    done(running, again, sha("a"), "pin")
+    done(running, again, sha("a"), "unpin")
+    assert running.engine.pinned == set()
 
 
 # Forgetting

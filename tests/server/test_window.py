@@ -11,7 +11,7 @@ from mmserve.prompt import TextPart
 from mmserve.server.blobs import MemoryBlob
 from mmserve.server.history import Entry, History, Item, Late, StoredImage
 from mmserve.server.window import Budget, cut, dropped, shorter, text_tokens, trim
-from mmserve.session import SessionPolicy, SessionState
+from mmserve.session import Forgetting, SessionPolicy, SessionState
 
 BLOBS = [MemoryBlob(bytes([i])) for i in range(6)]
 policies = st.builds(
@@ -62,6 +62,21 @@ def test_a_cut_counts_all_that_it_drops(
     assert left.state.num_images == history.state.num_images
     pinned = [i for i in history.all_images if i.digest in history.state.pinned]
     assert [i for i in left.all_images if i.digest in history.state.pinned] == pinned
+
+
+forgotten = st.dictionaries(st.integers(0, 5), st.sampled_from(["mark", "recompute"]))
+
+
+@given(histories(), st.integers(20, 300), forgotten)
+def test_of_forgotten_images_a_cut_remembers_those_that_stay(
+    history: History, window: int, numbers: dict[int, Forgetting]
+) -> None:
+    digests = {BLOBS[n].digest.hex(): how for n, how in numbers.items()}
+    history = replace(history, state=replace(history.state, forgotten=digests))
+    left = cut(history, window)
+    if left is not history:
+        present = {image.digest for image in left.all_images}
+        assert left.state.forgotten == {d: digests[d] for d in digests.keys() & present}
 
 
 @given(histories(), st.integers(20, 300))
