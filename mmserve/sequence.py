@@ -299,9 +299,9 @@ class Sequence:
             self.marks.clear()
             self._lay_out_again()
 
-    def leave_out(self, gap: Gap) -> None:
-        """No text has seen it or was placed behind it."""
-        self.marks[gap.segment] = None
+    def leave_out(self, gaps: list[Gap]) -> None:
+        """No text has seen these or was placed behind them."""
+        self.marks |= dict.fromkeys(gap.segment for gap in gaps)
         self._lay_out_again()
 
     def unsee(self, gaps: list[Gap], at: int) -> None:

@@ -17,18 +17,32 @@ from mmserve.sequence import Sequence as Seq
 
 Reach = Callable[[Sequence[Hashable]], int]  # of such keys: how many first ones are cached
 
+MOST_LOOKS = 100  # each takes as long as the text, and everybody waits meanwhile
+
 
 def settle(seq: Seq, reach: Reach) -> None:
     """Decide from where on text does not see the marked images; one that no cached text has seen is
-    left out as if it had never been there."""
+    left out as if it had never been there. After many looks all that is left is decided at once."""
     seq.show_marked()
+    looks = 0
+
+    def look(keys: Sequence[Hashable]) -> int:
+        nonlocal looks
+        looks += 1
+        return reach(keys)
+
     while left := seq.open_gaps:
-        at = reach(seq.keys)
+        at = look(seq.keys)
         seen = [gap for gap in left if gap.text_index < at]
-        if (known := _goes_on(seq, seen, at, reach)) is not None:
+        unseen = left[len(seen) :]
+        if looks > MOST_LOOKS:
+            if seen:
+                seq.unsee(seen, at)
+            seq.leave_out(unseen)
+        elif (known := _goes_on(seq, seen, at, look)) is not None:
             seq.unsee(known, at)
-        elif len(seen) < len(left):
-            seq.leave_out(left[len(seen)])
+        elif unseen:
+            seq.leave_out(unseen[:1])
         else:
             seq.unsee(seen, at)
 

@@ -85,6 +85,7 @@ async def _pin_again(services: Services, starting: asyncio.Future[None]) -> None
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     services: Services = app.state.services
     services.blobs.open()
+    kv_files.clear(services.config.data_dir)
     # Started beside the server, so that /health can say "loading" meanwhile.
     starting = services.started = asyncio.ensure_future(services.engine.start())
     services.spawn(_pin_again(services, starting))

@@ -23,13 +23,20 @@ from mmserve.server.services import Services, services_of
 from mmserve.server.wire import JSONBody
 
 SPARE = GIB  # bytes of the disk that an import leaves free
+PREFIX = ".kv-"  # of folders of temporary files
+
+
+def clear(data_dir: Path | None) -> None:
+    """Files that a process left behind which was killed; no other server uses the folder."""
+    for folder in () if data_dir is None else data_dir.glob(f"{PREFIX}*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folder(services: Services) -> Path:
     """A new folder where data are kept, else where the system has temporary files."""
     parent = services.config.data_dir
     try:
-        return Path(tempfile.mkdtemp(prefix=".kv-", dir=parent))
+        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     except OSError as error:
         raise StorageUnavailableError(f"There is no room for a KV file: {error}") from error
 

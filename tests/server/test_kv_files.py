@@ -39,6 +39,14 @@ def test_what_is_taken_out_can_be_put_in_again(server: Running, tmp_path: Path) 
     assert not left_over(tmp_path)
 
 
+def test_a_start_clears_what_a_killed_process_left(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / ".kv-half").mkdir(parents=True)
+    (tmp_path / ".kv-half" / "all.kv").write_bytes(b"what was cached")
+    (tmp_path / "kv").mkdir()
+    launch(data_dir=tmp_path)
+    assert not left_over(tmp_path) and (tmp_path / "kv").exists()
+
+
 @pytest.mark.parametrize("key", [None, KEY, "wrong"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_no_other_key_reads_or_plants(server: Running, method: str, key: str | None) -> None:
