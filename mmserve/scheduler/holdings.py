@@ -18,7 +18,7 @@ each other is held until it is computed.)
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.cache.page_pool import PagePool
@@ -188,7 +188,14 @@ class Holdings:
         tables: list[list[int]] = [[] for _ in self.groups]
         radix = self.radix
         needs = self._needs(seq)
-        settle(seq, lambda keys: radix.match(keys, needs).num_tokens if radix else 0)
+
+        def reach(keys: Sequence[Hashable]) -> int:
+            return radix.match(keys, needs).num_tokens if radix else 0
+
+        # An answer that was interrupted goes on as it began, while what it began with is there.
+        borders = [at or 0 for at in seq.marks.values()]
+        if not borders or reach(seq.keys) < max(borders):
+            settle(seq, reach)
         if radix is None:
             return tables, 0
         matched = radix.match(seq.keys, needs)

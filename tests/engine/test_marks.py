@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -224,6 +224,7 @@ def test_who_shows_the_image_gets_what_an_empty_cache_would_give(plain: Driver) 
     st.booleans(),
 )
 @settings(max_examples=20, deadline=None)
+@example([(16, ""), (20, "a"), "a", (20, ""), (1, ""), (20, "")], True, 12, 7, False)  # preempted
 def test_marked_equals_masked_whatever_the_pressure_and_the_company(
     dense: Any,
     plain: Driver,
