@@ -28,6 +28,14 @@ def file_name(name: bytes) -> str:
     return name.hex() + END
 
 
+def name_of(file_name: str) -> bytes | None:
+    """What a file of ours is called for; None for others'."""
+    try:
+        return bytes.fromhex(file_name.removesuffix(END))
+    except ValueError:
+        return None
+
+
 def scan(folder: Path) -> list[tuple[bytes, int]]:
     """Names and bytes of what is there, the last used last; parts of files go. Contents are looked
     at when they are read. Raises `OSError`."""
@@ -37,11 +45,7 @@ def scan(folder: Path) -> list[tuple[bytes, int]]:
         for entry in entries:
             if entry.name.endswith(PART):
                 Path(entry.path).unlink(missing_ok=True)
-            elif entry.name.endswith(END):
-                try:
-                    name = bytes.fromhex(entry.name.removesuffix(END))
-                except ValueError:
-                    continue  # not ours
+            elif entry.name.endswith(END) and (name := name_of(entry.name)):
                 known = entry.stat()
                 found.append((known.st_mtime_ns, name, known.st_size))
     return [(name, size) for _, name, size in sorted(found)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmserve.tiers.disk import END, file_name
+from mmserve.tiers.disk import END, file_name, name_of
 
 
 class ObjectStoreError(ValueError):
@@ -46,8 +46,8 @@ class ObjectStore:
             for entries in self._calls.list(self._store):
                 for entry in entries:
                     name = entry["path"].rsplit("/", 1)[-1]
-                    if name.endswith(END):
-                        found.append(bytes.fromhex(name.removesuffix(END)))
+                    if name.endswith(END) and (known := name_of(name)):
+                        found.append(known)
         except Exception as error:
             raise StoredObjectError(f"the object store cannot be listed: {error}") from error
         return found

@@ -235,6 +235,18 @@ def test_a_cancelled_fetch_gives_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(fetch.got(name) is None for name in NAMES)
 
 
+def test_files_of_others_stand_beside_ours_in_a_folder_and_in_a_store(tmp_path: Path) -> None:
+    tiers = build(tmp_path, files=1, store=True)
+    put(tiers, *NAMES[:2])
+    tiers.close(60)
+    for folder in ("kv", "bucket"):
+        (tmp_path / folder / "theirs.kv").write_bytes(b"not ours")
+    again = build(tmp_path, files=1, store=True)
+    again.close(60)  # what is in the store is listed by then
+    assert [again.where(name) for name in NAMES[:3]] == ["object_store", "disk", None]
+    assert (tmp_path / "kv" / "theirs.kv").exists() and (tmp_path / "bucket" / "theirs.kv").exists()
+
+
 @pytest.mark.parametrize("url", ["nonsense", "what://is/this"])
 def test_a_store_that_cannot_be_is_refused_by_its_url(url: str) -> None:
     with pytest.raises(ObjectStoreError, match=url):
