@@ -21,9 +21,9 @@ install: .venv/.installed
 serve: install
 	@$(BIN)/mmserve serve --port $(PORT) $(ARGS)
 
-# pytest comes last, so that its summary is the last line. A test uses one core, so two run at once.
+# pytest comes last, so that its summary is the last line.
 test: .venv/.installed-dev browser lint page-test
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
