@@ -80,9 +80,7 @@ def _tuning(width: int, norm: bool, gated: bool) -> tuple[int, int]:
     arrive while attention runs."""
     wide = width > 4096  # a block of 4,096 would be empty for the most part of its last turn
     if gated:
-        rows, block = (2, 2048) if wide else (1 if width in (2048, 4096) else 2, 4096)
-        if width < 3584:
-            rows = 1
+        rows, block = 1 if width < 3584 or width == 4096 else 2, 2048 if wide else 4096
     elif norm:
         rows, block = (2, 1024) if wide else (4, 4096)
     else:

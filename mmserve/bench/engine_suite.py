@@ -15,20 +15,20 @@ from pathlib import Path
 
 import torch
 
-from mmserve.bench.ceilings import GIB, Ceilings, Probe, measure_ceilings, usual_dtype
+from mmserve.bench.ceilings import GIB, Ceilings, Probe, measure_ceilings
 from mmserve.bench.dims import NO_TOWER, ModelShape
 from mmserve.bench.engine_cases import EngineCases, Plan
 from mmserve.bench.load import Load
 from mmserve.bench.machine import facts
 from mmserve.bench.peer_cases import PeerCases
-from mmserve.bench.shapes import build_shape
+from mmserve.bench.shapes import load_shape
 from mmserve.bench.sizes import Sizes, kv_bytes_per_token
 from mmserve.bench.suite import Line, SuiteReport, record, render, run_cases
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.energy import board_reader
 from mmserve.engine.engine import Engine
 from mmserve.engine.meter import board_uuid
-from mmserve.model.loader import LoadedModel, load_model, resolve_device
+from mmserve.model.loader import LoadedModel, resolve_device
 
 POOL_IMAGES = 64  # images the vision pool holds
 SPARE_BYTES = 12 * GIB  # of the device: activations of the longest step, graphs, libraries
@@ -55,7 +55,7 @@ def bench_engine(suite: EngineSuite, config: ModelConfig) -> SuiteReport:
     device = resolve_device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    loaded = _load(suite, config, device)
+    loaded = load_shape(suite.shape, config, device, suite.seed)
     sizes = Sizes.of(loaded)
     ceilings = measure_ceilings(device, loaded.lm.dtype, suite.probe)
     report = SuiteReport(
@@ -108,12 +108,6 @@ def _title(suite: EngineSuite, config: ModelConfig, loaded: LoadedModel) -> str:
 def _shows(suite: EngineSuite) -> bool:
     """Whether the shape's own images are worth measuring."""
     return suite.shape is None or suite.shape.vision != NO_TOWER
-
-
-def _load(suite: EngineSuite, config: ModelConfig, device: torch.device) -> LoadedModel:
-    if suite.shape is None:
-        return load_model(config)
-    return build_shape(suite.shape, device, usual_dtype(device), suite.seed)
 
 
 def _engine_config(suite: EngineSuite, config: ModelConfig, loaded: LoadedModel) -> EngineConfig:

@@ -19,17 +19,17 @@ from pathlib import Path
 
 import torch
 
-from mmserve.bench.ceilings import Probe, measure_ceilings, synchronize, usual_dtype
+from mmserve.bench.ceilings import Probe, measure_ceilings, synchronize
 from mmserve.bench.dims import ModelShape
 from mmserve.bench.load import Load
 from mmserve.bench.machine import facts
-from mmserve.bench.shapes import build_shape
+from mmserve.bench.shapes import load_shape
 from mmserve.bench.sizes import Sizes, kv_bytes_per_token
 from mmserve.bench.suite import Line, SuiteReport, record, render
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, TierConfig
 from mmserve.engine.engine import Engine
 from mmserve.engine.kv_tiers import KVTiers
-from mmserve.model.loader import LoadedModel, load_model, resolve_device
+from mmserve.model.loader import LoadedModel, resolve_device
 from mmserve.request import Request, SamplingParams, Segment
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -55,7 +55,10 @@ def bench_restore(suite: RestoreSuite, config: ModelConfig) -> SuiteReport:
     device = resolve_device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    loaded = _load(suite, config, device)
+    shape = suite.shape
+    if shape is not None:
+        shape = dataclasses.replace(shape, max_model_len=suite.tokens + 64)
+    loaded = load_shape(shape, config, device, suite.seed)
     sizes = Sizes.of(loaded)
     report = SuiteReport(
         command=suite.command,
@@ -75,13 +78,6 @@ def bench_restore(suite: RestoreSuite, config: ModelConfig) -> SuiteReport:
             engine.close()
     print(render(report))
     return report
-
-
-def _load(suite: RestoreSuite, config: ModelConfig, device: torch.device) -> LoadedModel:
-    if suite.shape is None:
-        return load_model(config)
-    shape = dataclasses.replace(suite.shape, max_model_len=suite.tokens + 64)
-    return build_shape(shape, device, usual_dtype(device), suite.seed)
 
 
 def _engine_config(

@@ -17,11 +17,13 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
+from mmserve.bench.ceilings import usual_dtype
 from mmserve.bench.dims import ModelShape
 from mmserve.bench.tower import ShapedVision
+from mmserve.config import ModelConfig
 from mmserve.model.adapter import CAUSAL, WHOLE_IMAGES
 from mmserve.model.fetch import BaseModelSpec
-from mmserve.model.loader import LoadedModel
+from mmserve.model.loader import LoadedModel, load_model
 from mmserve.model.spec import ModelSpec
 from mmserve.vision.preprocess import fingerprint
 
@@ -48,6 +50,15 @@ def build_shape(
         device=device,
         sight=CAUSAL if shape.ordered else WHOLE_IMAGES,
     )
+
+
+def load_shape(
+    shape: ModelShape | None, config: ModelConfig, device: torch.device, seed: int = 0
+) -> LoadedModel:
+    """The shape, or where there is none, the default model with its weights."""
+    if shape is None:
+        return load_model(config)
+    return build_shape(shape, device, usual_dtype(device), seed)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from mmserve.server.fields import parse_body
 from mmserve.server.job import Tail
 from mmserve.server.responder import Responder
 from mmserve.server.responses_request import ResponseRequest, parse_response_request
-from mmserve.server.services import Services, owner_of, services_of
+from mmserve.server.services import Services, owner_of, services_of, turn_of
 from mmserve.server.store import Turn
 from mmserve.server.wire import EventStream, JSONBody, dumps, sse, while_connected
 
@@ -83,14 +83,9 @@ def _starting_after(request: Request) -> int:
     return int(text)
 
 
-def _turn(request: Request) -> Turn:
-    id = request.path_params["id"]
-    return services_of(request).responses.get(id, owner_of(request))
-
-
 async def retrieve_response(request: Request) -> Response:
     """GET /v1/responses/{id}; with `stream=true` a replay from the log that goes on live."""
-    services, turn = services_of(request), _turn(request)
+    services, turn = services_of(request), turn_of(request)
     if request.query_params.get("stream", "").lower() not in ("true", "1"):
         return JSONBody(turn.current())
     after = _starting_after(request)
@@ -105,7 +100,7 @@ async def retrieve_response(request: Request) -> Response:
 
 async def cancel_response(request: Request) -> Response:
     """POST /v1/responses/{id}/cancel."""
-    turn = _turn(request)
+    turn = turn_of(request)
     if not turn.active:
         raise ResponseNotActiveError("The response has ended already.", param="response_id")
     assert turn.job is not None
@@ -116,7 +111,7 @@ async def cancel_response(request: Request) -> Response:
 
 async def delete_response(request: Request) -> Response:
     """DELETE /v1/responses/{id}; stops it first where it runs."""
-    turn = _turn(request)
+    turn = turn_of(request)
     if turn.active:
         assert turn.job is not None
         turn.job.cancel()
@@ -144,7 +139,7 @@ def _page(request: Request, ids: list[str]) -> tuple[list[str], bool]:
 
 async def list_input_items(request: Request) -> Response:
     """GET /v1/responses/{id}/input_items: what the request added, newest first by default."""
-    items = {item.id: item for item in _turn(request).items}
+    items = {item.id: item for item in turn_of(request).items}
     ids, has_more = _page(request, list(items))
     query = request.query_params
     with_urls = IMAGE_URLS in (query.getlist("include") + query.getlist("include[]"))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmserve.server.image_keeper import ImageKeeper
     from mmserve.server.job import Job
     from mmserve.server.server_metrics import ServerMetrics
-    from mmserve.server.store import ResponseStore
+    from mmserve.server.store import ResponseStore, Turn
 
 
 log = logging.getLogger("mmserve.server")
@@ -94,3 +94,9 @@ def services_of(connection: HTTPConnection) -> Services:
 def owner_of(connection: HTTPConnection) -> str:
     """A digest of the caller's key; the same for all callers where there are no keys."""
     return cast(str, connection.scope["mmserve.owner"])
+
+
+def turn_of(connection: HTTPConnection) -> Turn:
+    """The caller's stored response that the path names. Raises NotFoundError."""
+    id = connection.path_params["id"]
+    return services_of(connection).responses.get(id, owner_of(connection))

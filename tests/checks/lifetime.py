@@ -18,7 +18,7 @@ import httpx
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from tests.checks.served import Served, given, picture, user
+from tests.checks.served import Served, given, input_parts, picture
 
 COUNT = 20
 TURNS = 5  # timed, of each kind
@@ -35,16 +35,10 @@ class Talk:
 
     def ask(self, *parts: bytes | str) -> float:
         """Seconds to the first token."""
-        content: Any = []
-        for part in user(*parts)["content"]:
-            if part["type"] == "text":
-                content.append({"type": "input_text", "text": part["text"]})
-            else:
-                content.append({"type": "input_image", "image_url": part["image_url"]["url"]})
         started, first = time.monotonic(), None
         stream = self.served.client().responses.create(
             model=self.served.model(),
-            input=[{"role": "user", "content": content}],
+            input=[{"role": "user", "content": input_parts(*parts)}],
             previous_response_id=self.last,
             max_output_tokens=8,
             stream=True,

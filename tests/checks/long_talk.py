@@ -21,7 +21,7 @@ import httpx
 sys.path.append(str(Path(__file__).parents[2]))
 
 from tests.checks.endless import print_slopes
-from tests.checks.served import Served, given, picture, user
+from tests.checks.served import Served, given, input_parts, picture
 
 WINDOW, PINNED = 512, 3
 QUESTION = "What shape is in image 1?"
@@ -38,16 +38,10 @@ class Talk:
 
     def ask(self, *parts: bytes | str) -> tuple[str, float]:
         """The answer, and milliseconds between its tokens, the median."""
-        content: Any = []
-        for part in user(*parts)["content"]:
-            if part["type"] == "text":
-                content.append({"type": "input_text", "text": part["text"]})
-            else:
-                content.append({"type": "input_image", "image_url": part["image_url"]["url"]})
         text, times = "", list[float]()
         stream = self.served.client().responses.create(
             model=self.model,
-            input=[{"role": "user", "content": content}],
+            input=[{"role": "user", "content": input_parts(*parts)}],
             previous_response_id=self.last,
             max_output_tokens=24,
             stream=True,

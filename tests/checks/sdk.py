@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from tests.checks.served import Served, ask, given, picture, user
+from tests.checks.served import Served, ask, given, input_parts, picture, user
 
 RED_CIRCLE = picture(24)  # 24 % 3 = 0 and 24 % 8 = 0
 
@@ -103,13 +103,7 @@ class Talk:
                 return event
 
     def turn(self, *parts: bytes | str) -> str:
-        content: Any = []
-        for part in user(*parts)["content"]:
-            if part["type"] == "text":
-                content.append({"type": "input_text", "text": part["text"]})
-            else:
-                content.append({"type": "input_image", "image_url": part["image_url"]["url"]})
-        item: Any = {"type": "message", "role": "user", "content": content}
+        item: Any = {"type": "message", "role": "user", "content": input_parts(*parts)}
         self.connection.conversation.item.create(item=item)
         self.item = self.until("conversation.item.done").item.id
         self.connection.response.create(response={"max_output_tokens": 40})

@@ -125,9 +125,22 @@ def picture(seed: int, word: str = "") -> bytes:
     return out.getvalue()
 
 
+def _url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
 def image_part(data: bytes) -> dict[str, Any]:
-    url = "data:image/png;base64," + base64.b64encode(data).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": "image_url", "image_url": {"url": _url(data)}}
+
+
+def input_parts(*parts: bytes | str) -> Any:
+    """Pictures and texts as Responses and Realtime have them."""
+    return [
+        {"type": "input_image", "image_url": _url(part)}
+        if isinstance(part, bytes)
+        else {"type": "input_text", "text": part}
+        for part in parts
+    ]
 
 
 def user(*parts: bytes | str) -> dict[str, Any]:

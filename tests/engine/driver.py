@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from mmserve.request import (
     TokenEvent,
 )
 from mmserve.scheduler.batch import Batch
+from tests.engine.tiny import build_tiny, tiny_config
 from tests.vision.images import encode, noise
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -34,6 +36,13 @@ def words(seed: int, count: int) -> TextSegment:
     """Plain random tokens, none of them special."""
     random = torch.Generator().manual_seed(seed)
     return TextSegment(tuple(torch.randint(3, 259, (count,), generator=random).tolist()))
+
+
+def tiny_driver(overlaps: bool = False, **options: Any) -> Driver:
+    """Of a tiny engine with these pools and steps; `overlaps`: steps are launched ahead."""
+    engine = build_tiny(tiny_config(**options))
+    engine.overlaps = overlaps
+    return Driver(engine)
 
 
 class Driver:

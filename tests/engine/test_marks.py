@@ -24,12 +24,13 @@ from mmserve.request import ImageSegment, Segment, Streaming, TextSegment, Usage
 from mmserve.scheduler import holdings, marks
 from mmserve.sequence import Sequence
 from tests.engine.driver import GREEDY, Driver, picture, words
+from tests.engine.driver import tiny_driver as driver
 from tests.engine.test_streaming_families import segments as rendered
 from tests.engine.test_streaming_families import serve
 from tests.engine.test_tiers import driver as tiered
 from tests.engine.test_windows import KINDS as WINDOWED
 from tests.engine.test_windows import windowed_model
-from tests.engine.tiny import IMAGE_TOKENS, MAX_LEN, build_tiny, tiny_config, tiny_model
+from tests.engine.tiny import IMAGE_TOKENS, MAX_LEN, tiny_config, tiny_model
 from tests.model import families
 from tests.model.dense import embed, image_mask
 
@@ -39,12 +40,6 @@ SHORT = replace(GREEDY, max_tokens=9, ignore_eos=True)
 
 def showing(segment: Segment) -> Segment:
     return replace(segment, marked=False) if isinstance(segment, ImageSegment) else segment
-
-
-def driver(overlaps: bool = False, **options: Any) -> Driver:
-    engine = build_tiny(tiny_config(**options))
-    engine.overlaps = overlaps
-    return Driver(engine)
 
 
 @pytest.fixture(scope="module")

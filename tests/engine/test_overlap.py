@@ -28,9 +28,9 @@ from mmserve.request import (
 )
 from mmserve.scheduler.batch import Batch
 from mmserve.tokenizer import Tokenizer
-from tests.engine.driver import GREEDY, Driver, picture, words
+from tests.engine.driver import GREEDY, Driver, picture, tiny_driver, words
 from tests.engine.test_engine import fragile
-from tests.engine.tiny import END, build_tiny, tiny_config, tiny_tokenizer
+from tests.engine.tiny import END, tiny_tokenizer
 
 SEEDED = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=5)
 FORM = Constraint("regex", r"[a-d]{2}(-[a-d]{1,3}){0,4}(=[0-9]+)?")
@@ -78,10 +78,9 @@ class Ask:
 
 
 def driver(overlaps: bool = True, **options: Any) -> Driver:
-    engine = build_tiny(tiny_config(**options))
-    engine.overlaps = overlaps
-    engine.grammars = GRAMMARS
-    return Driver(engine)
+    made = tiny_driver(overlaps, **options)
+    made.engine.grammars = GRAMMARS
+    return made
 
 
 def step(d: Driver) -> None:

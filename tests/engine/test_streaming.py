@@ -27,17 +27,12 @@ from mmserve.request import (
 )
 from mmserve.streaming import cut
 from tests.engine.driver import GREEDY, Driver, picture, words
+from tests.engine.driver import tiny_driver as driver
 from tests.engine.test_tiers import driver as tiered
-from tests.engine.tiny import END, IMAGE_TOKENS, MAX_LEN, build_tiny, tiny_config, tiny_model
+from tests.engine.tiny import END, IMAGE_TOKENS, MAX_LEN, tiny_model
 
 LETTERS = {letter: picture(ord(letter)) for letter in "abcdef"}
 ENDLESS = replace(GREEDY, ignore_eos=True)
-
-
-def driver(overlaps: bool = False, **options: Any) -> Driver:
-    engine = build_tiny(tiny_config(**options))
-    engine.overlaps = overlaps
-    return Driver(engine)
 
 
 @pytest.fixture(scope="module")
