@@ -63,11 +63,12 @@ ALLOWED = {
         "cache.layer_group",
         "regimes",
     },
+    "spec": {"config", "errors", "request"},
     "whole_file": set(),
     "kvfile": {"whole_file"},
     "tiers": {"whole_file", "kvfile"},
     "engine": TYPES
-    | {"sequence", "kernels", "vision", "cache", "scheduler", "model", "kvfile", "tiers"},
+    | {"sequence", "kernels", "vision", "cache", "scheduler", "model", "kvfile", "tiers", "spec"},
     "server": TYPES | {"whole_file"},
     "kv_command": {"flags", "kvfile", "whole_file"},
     "chat": TYPES | {"engine"},
