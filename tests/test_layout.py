@@ -53,7 +53,7 @@ ALLOWED = {
     "kernels": set(),
     "vision": {"config", "errors", "kernels"},
     "cache": {"config", "request", "kernels"},
-    "scheduler": {"config", "errors", "request", "sequence", *BOOKS},
+    "scheduler": {"config", "errors", "request", "sequence", "spec.draft", *BOOKS},
     "model": {
         "config",
         "errors",

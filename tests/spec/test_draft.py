@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmserve.spec.drafter import MOST_TOKENS, Draft
+from mmserve.spec.draft import MOST_TOKENS, Draft
 
 
 @st.composite

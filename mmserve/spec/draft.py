@@ -1,0 +1,67 @@
+"""A draft: tokens that may come next, as a tree.
+
+Owns who follows whom in it and who sees whom. Knows nothing of who guessed it, or of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+MOST_TOKENS = 64  # of one draft: who sees whom among them is a mask of so many bits
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A tree of tokens: number i follows number `parents[i]`, or the sequence's last token where
+    that is -1. Parents stand before their children, and no two children of one token are equal."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert 0 < len(self.tokens) == len(self.parents) <= MOST_TOKENS, "no draft of that size"
+        assert all(-1 <= parent < i for i, parent in enumerate(self.parents)), "parents come first"
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> Draft:
+        """Each token follows the one before it."""
+        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, len(self) - 1))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """How far each stands behind the sequence's last token: 1 for those that follow it."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def masks(self) -> tuple[int, ...]:
+        """Of each token, the ones that it sees: bit j stands for number j, itself included."""
+        masks: list[int] = []
+        for i, parent in enumerate(self.parents):
+            masks.append(1 << i | (masks[parent] if parent >= 0 else 0))
+        return tuple(masks)
+
+    def children(self, number: int) -> dict[int, int]:
+        """By token, the numbers of those that follow number `number` (-1: the last known token)."""
+        found = enumerate(self.parents)
+        return {self.tokens[i]: i for i, parent in found if parent == number}
+
+    def shortened(self, length: int) -> Draft | None:
+        """Without tokens that stand further back than `length`; None where nothing is left."""
+        kept = [i for i, depth in enumerate(self.depths) if depth <= length]
+        if len(kept) == len(self):
+            return self
+        place = {old: new for new, old in enumerate(kept)} | {-1: -1}
+        tokens = tuple(self.tokens[i] for i in kept)
+        return Draft(tokens, tuple(place[self.parents[i]] for i in kept)) if kept else None
