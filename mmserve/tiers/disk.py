@@ -9,16 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torch import Tensor
-
 from mmserve.kvfile.header import KVFileError
-from mmserve.tiers.kv_object import (
-    KVObject,
-    Owner,
-    header_length,
-    host_memory,
-    open_header,
-)
+from mmserve.tiers.kv_object import KVObject, Owner, header_length, open_header
 from mmserve.whole_file import PART, replacing
 
 END = ".kv"
@@ -69,9 +61,10 @@ class Folder:
             opened = open_header(self._owner, name, start + file.read(length - 8))
             if os.fstat(file.fileno()).st_size != length + opened.num_bytes:
                 raise KVFileError(f"object {name.hex()} is cut, or longer than it says")
-            memory = host_memory(opened.num_bytes, pinned=self._pinned)
-            _read_all(file.fileno(), memory)
-        return opened.close(memory)
+            return opened.read(
+                lambda part, start: os.preadv(file.fileno(), [part], length + start),
+                pinned=self._pinned,
+            )
 
     def bytes_of(self, name: bytes) -> bytes:
         """The whole file as it is. Raises `OSError`."""
@@ -95,21 +88,15 @@ def from_bytes(owner: Owner, name: bytes, data: bytes | memoryview, *, pinned: b
     opened = open_header(owner, name, bytes(view[:length]))
     if len(view) != length + opened.num_bytes:
         raise KVFileError(f"object {name.hex()} is cut, or longer than it says")
-    memory = host_memory(opened.num_bytes, pinned=pinned)
-    memory.numpy().data[:] = view[length:]
-    return opened.close(memory)
+
+    def fill(part: memoryview, start: int) -> int:
+        part[:] = view[length + start : length + start + len(part)]
+        return len(part)
+
+    return opened.read(fill, pinned=pinned)
 
 
 def _write_all(handle: int, data: bytes | memoryview) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(handle, left) :]
-
-
-def _read_all(handle: int, memory: Tensor) -> None:
-    left: memoryview = memory.numpy().data
-    while left:
-        count = os.readv(handle, [left])
-        if not count:
-            raise KVFileError("the file is cut")
-        left = left[count:]

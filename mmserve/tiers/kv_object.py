@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -27,8 +27,10 @@ from mmserve.kvfile.header import Identity, KVFileError, identity_from
 VERSION = 1
 ALIGNMENT = 4096  # bytes: where the payload begins
 MOST_HEADER = 1 << 24  # bytes
+HOT = 1 << 20  # bytes that are read and then summed: they are still in the core's own cache
 
 Kind = Literal["text", "image"]
+Fill = Callable[[memoryview, int], int]  # with what stands so far into a payload; bytes it had
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # as safetensors names them
 
 
@@ -138,20 +140,18 @@ def host_memory(num_bytes: int, *, pinned: bool) -> Tensor:
 
 def header_of(owner: Owner, item: KVObject) -> bytes:
     """Before the payload. The device must have come so far."""
-    return _header(owner, item.name, item.parts, _checksum(_meta(owner, item), item.memory))
+    state = _checksum(owner, item.name, item.parts)
+    state.update(item.memory.numpy().data)
+    return _header(owner, item.name, item.parts, state.hexdigest())
 
 
-def _meta(owner: Owner, item: KVObject) -> bytes:
-    """What an object says of itself."""
-    return owner.seed + _said(item.name, item.parts).encode()
+def _checksum(owner: Owner, name: bytes, parts: Parts) -> xxhash.xxh3_128:
+    """Of what an object says of itself; its memory is still to come.
 
-
-def _checksum(meta: bytes, memory: Tensor) -> str:
-    """XXH3: 9.7 GB/s of one core, where BLAKE3 had 4.5 and SHA-256 1.4; nobody's malice is at stake
-    in one's own folder, only bits."""
-    state = xxhash.xxh3_128(meta)
-    state.update(memory.numpy().data)
-    return state.hexdigest()
+    XXH3: 9.7 GB/s of one core, where BLAKE3 had 4.5 and SHA-256 1.4; nobody's malice is at stake in
+    one's own folder, only bits.
+    """
+    return xxhash.xxh3_128(owner.seed + _said(name, parts).encode())
 
 
 def _header(owner: Owner, name: bytes, parts: Parts, checksum: str) -> bytes:
@@ -183,12 +183,20 @@ class Opened:
         """Of the payload."""
         return self.owner.num_bytes(self.parts)
 
-    def close(self, memory: Tensor) -> KVObject:
-        """The object, with what was read. Raises `KVFileError` where it is damaged."""
-        item = KVObject(self.name, self.parts, memory, durable=True)
-        if _checksum(_meta(self.owner, item), memory) != self.checksum:
+    def read(self, fill: Fill, *, pinned: bool) -> KVObject:
+        """The object. Raises `KVFileError` where its payload is cut or damaged."""
+        memory = host_memory(self.num_bytes, pinned=pinned)
+        state, start = _checksum(self.owner, self.name, self.parts), 0
+        left: memoryview = memory.numpy().data
+        while left:
+            count = fill(left[:HOT], start)
+            if not count:
+                raise KVFileError(f"object {self.name.hex()} is cut")
+            state.update(left[:count])
+            left, start = left[count:], start + count
+        if state.hexdigest() != self.checksum:
             raise KVFileError(f"object {self.name.hex()} is damaged: its checksum is another")
-        return item
+        return KVObject(self.name, self.parts, memory, durable=True)
 
 
 def header_length(start: bytes) -> int:
