@@ -1,0 +1,247 @@
+"""Which sequences get drafts in a step, and how long: as many tokens as bring more than they cost.
+
+Owns the decision, and what it rests on: measured seconds of steps and of drafting, and how often
+drafts were right. No torch and no clock: it is told what steps took. Knows nothing of drafters'
+insides, pages or engines. It may only be slow to see a chance, never wrong about an answer.
+
+Without drafts, a step's work on the host overlaps the device's; with drafts it does not. Nothing
+here says so: steps are measured from landing to landing, so that their seconds do.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+from mmserve.spec.acceptance import Acceptance
+from mmserve.spec.costs import Curve, bucket_of
+
+GAIN = 1.05  # times as many tokens a second, or no drafts
+PROBE = 4  # tokens of a draft that only looks whether things have changed
+PROBED = 8  # one sequence in so many has one, where the whole batch goes without
+WAIT, LONGEST_WAIT = 8, 256  # steps between probes
+LEAP = 2  # times as many rows as were ever measured, at most: beyond that, costs are a guess
+STAKE = 0.0075  # of all time may be lost to drafts that did not pay
+DEBT, CREDIT = 4, 16  # steps' time: what was lost, or saved, beyond that counts no more
+FAIR, RECENT = 8, 16  # steps that a spell gets before it is judged, and by which it is
+SEQUENCE_MEMORY, ENGINE_MEMORY = 32, 100  # drafts
+
+
+class Outcome(NamedTuple):
+    """What came of a sequence's draft: of `wanted` tokens in a row that were asked for, `rows`
+    tokens (of all branches; 0: the drafter had no guess) were checked, `accepted` were right."""
+
+    id: str
+    wanted: int
+    rows: int
+    accepted: int
+
+
+@dataclass
+class _Spell:
+    """Steps with drafts, then a pause; one that is twice as long after each spell in vain."""
+
+    drafting: bool = True
+    paid: float = 0.0  # what it has brought so far, less what it cost
+    recent: float = 0.0  # the same, of its latest steps
+    steps: int = 0
+    wait: int = WAIT
+    left: int = 0  # of the pause
+    length: int = PROBE  # of the next probe
+
+    def stop(self) -> None:
+        self.wait = WAIT if self.paid > 0 else min(2 * self.wait, LONGEST_WAIT)
+        self.drafting, self.left, self.length = False, self.wait, PROBE
+
+    def start(self) -> None:
+        if not self.drafting:
+            self.drafting, self.paid, self.recent, self.steps = True, 0.0, 0.0, 0
+
+    def probe(self) -> int:
+        """How long a draft to try; twice as long each time, while the spell goes on."""
+        self.start()
+        self.length *= 2
+        return self.length // 2
+
+    def due(self) -> bool:
+        """Called once in every step of a pause: whether it is over."""
+        self.left -= 1
+        return self.left < 0
+
+    def brought(self, amount: float) -> None:
+        self.paid += amount
+        self.recent += (amount - self.recent) / RECENT
+        self.steps += 1
+
+    @property
+    def failing(self) -> bool:
+        """Whether it does not bring what was expected of it."""
+        return self.steps >= FAIR and self.recent < 0
+
+
+@dataclass
+class _Known:
+    """Of one sequence."""
+
+    acceptance: Acceptance
+    spell: _Spell = field(default_factory=_Spell)
+
+
+class Control:
+    """`most`: tokens behind the last known one that its drafter guesses at most."""
+
+    def __init__(self, most: int) -> None:
+        assert most > 0, "a draft has tokens"
+        self._most = most
+        self._step = 0
+        self._plain = Curve()  # by sequences
+        self._checked = Curve()  # by rows
+        self._drafting = Curve()  # by tokens asked for
+        self._rows_per_token = 1.0  # of a draft, by tokens in a row asked for
+        self._priors = {image: Acceptance(most, ENGINE_MEMORY) for image in (False, True)}
+        self._known: dict[str, _Known] = {}
+        self._tried: set[str] = set()  # those of them that ever had a draft
+        self._spells: dict[int, _Spell] = {}  # by size of the batch
+        self._least = 0.0  # likelihood of a token that was worth drafting in the last plan
+        self._credit = 0.0  # seconds that drafts may yet lose
+
+    def plan(self, contexts: Sequence[tuple[str, bool]]) -> dict[str, int]:
+        """For the next step's sequences, each with whether an image is in its context: how many
+        tokens to draft. Who is not in it gets none; an empty plan is a plain step."""
+        size = len(contexts)
+        if not size or not self._plain.sure(size, self._step):
+            return {}
+        spell = self._spells.setdefault(bucket_of(size), _Spell())
+        due = not spell.drafting and spell.due()
+        if not spell.drafting:
+            new = not due and any(id not in self._tried for id, _ in contexts)
+            if self._credit < 0 or not (due or new):
+                return {}
+        known = {id: self._sequence(id, image) for id, image in contexts}
+        if due:
+            for each in known.values():
+                each.acceptance.fade()
+        least = self._worthwhile(list(known.values()))
+        if least is not None and not spell.failing:
+            spell.start()
+            self._least = least
+            return self._lengths(known, least)
+        if spell.drafting and spell.recent <= 0:
+            spell.stop()
+            return {}
+        return self._probes(known, spell.probe())
+
+    def stepped(
+        self,
+        seconds: float,
+        num_seqs: int,
+        outcomes: Sequence[Outcome] = (),
+        draft_seconds: float = 0.0,
+    ) -> float:
+        """A step has landed in which every one of `num_seqs` sequences got a token, and nothing
+        else was done. Returns the seconds that its drafts saved (negative: lost).
+
+        `seconds`: since the step before had landed, or since this one was begun if nothing was
+        under way; `draft_seconds` of them went to guessing. `outcomes`: of every sequence that had
+        been planned a draft, also where none was made; none for a plain step.
+        """
+        self._step += 1
+        self._credit += STAKE * seconds
+        if not outcomes:
+            self._plain.add(num_seqs, seconds, self._step)
+            return 0.0
+        rows = sum(outcome.rows for outcome in outcomes)
+        wanted = sum(outcome.wanted for outcome in outcomes)
+        self._checked.add(num_seqs + rows, seconds - draft_seconds, self._step)
+        self._drafting.add(wanted, draft_seconds, self._step)
+        self._rows_per_token += 0.1 * (max(rows / wanted, 0.1) - self._rows_per_token)
+        self._learn(outcomes)
+        plain = self._plain.at(num_seqs) or seconds
+        accepted = sum(outcome.accepted for outcome in outcomes)
+        saved = plain * (num_seqs + accepted) / num_seqs - seconds
+        most = DEBT * plain  # once, something may have been compiled in a step
+        self._credit = min(max(self._credit + max(saved, -most), -most), CREDIT * plain)
+        spell = self._spells.get(bucket_of(num_seqs))
+        if spell is not None:
+            spell.brought(max(saved - (GAIN - 1) * seconds, -most))
+        return saved
+
+    def forget(self, id: str) -> None:
+        """A sequence has ended; it may be one that was never seen."""
+        self._known.pop(id, None)
+        self._tried.discard(id)
+
+    def _sequence(self, id: str, image: bool) -> _Known:
+        known = self._known.get(id)
+        if known is None:
+            acceptance = Acceptance(self._most, SEQUENCE_MEMORY, self._priors[image])
+            self._known[id] = known = _Known(acceptance)
+        return known
+
+    def _learn(self, outcomes: Sequence[Outcome]) -> None:
+        found = [(o, k) for o in outcomes if (k := self._known.get(o.id)) is not None]
+        for outcome, known in found:  # the shared ones first: all others rest on them
+            if known.acceptance.prior:
+                known.acceptance.prior.add(outcome.wanted, outcome.accepted)
+        for outcome, known in found:
+            known.acceptance.add(outcome.wanted, outcome.accepted)
+            self._tried.add(outcome.id)
+            known.spell.brought(outcome.accepted - self._least * outcome.wanted)
+
+    def _worthwhile(self, known: Sequence[_Known]) -> float | None:
+        """How likely to be right a drafted token must at least be; None: no draft pays.
+
+        Tokens are taken in order of likelihood, whosever they are, as long as the whole batch
+        gets more tokens a second by them.
+        """
+        size = len(known)
+        plain = self._plain.at(size)
+        assert plain is not None, "planned without a measurement"
+        tokens = sorted(chain.from_iterable(k.acceptance.survival for k in known), reverse=True)
+        gained = list(accumulate(tokens, initial=0.0))
+        largest = max(self._plain.largest, self._checked.largest)
+        limit = min((LEAP * largest - size) / self._rows_per_token, len(tokens))
+        best, least = GAIN * size / plain, None
+        count = 0
+        while count < limit:
+            # A quarter more than last time, and all that are as likely: costs have no finer teeth.
+            likely = tokens[min(count + count // 4, len(tokens) - 1)]
+            count = bisect_right(tokens, -likely, key=lambda token: -token)
+            rate = (size + gained[count]) / self._seconds(size, count)
+            if rate > best:
+                best, least = rate, likely
+        return least
+
+    def _seconds(self, size: int, tokens: int) -> float:
+        """What a step takes in which so many tokens are asked for."""
+        rows = size + tokens * self._rows_per_token
+        checked = self._checked.at(rows)
+        if checked is None:  # a plain step has as many rows as sequences
+            checked = self._plain.at(rows)
+        assert checked is not None, "planned without a measurement"
+        return checked + (self._drafting.at(tokens) or 0.0)
+
+    def _lengths(self, known: dict[str, _Known], least: float) -> dict[str, int]:
+        lengths = {}
+        for id, each in known.items():
+            survival, spell = each.acceptance.survival, each.spell
+            length = bisect_right(survival, -least, key=lambda token: -token)
+            if length:
+                spell.start()
+                lengths[id] = length
+            elif spell.drafting and spell.recent <= 0:
+                spell.stop()
+            elif spell.drafting or spell.due():
+                each.acceptance.fade()
+                lengths[id] = min(spell.probe(), self._most)
+        return lengths
+
+    def _probes(self, known: dict[str, _Known], length: int) -> dict[str, int]:
+        """Drafts for a few, though they should not pay: new sequences, and the most promising."""
+        order = sorted(
+            known, key=lambda id: (id in self._tried, -sum(known[id].acceptance.survival))
+        )
+        return dict.fromkeys(order[: max(len(order) // PROBED, 1)], min(length, self._most))
