@@ -24,14 +24,14 @@ from mmserve.engine.kv_objects import KVObjects
 from mmserve.scheduler.holdings import Holdings
 from mmserve.sequence import Sequence as Seq
 from mmserve.tiers.cost import Costs
-from mmserve.tiers.kv_object import Kind
+from mmserve.tiers.kv_object import Kind, KVObject
 from mmserve.tiers.names import RUN_PAGES, image_name, run_names
 from mmserve.tiers.stack import Fetch, Tier, TierStack
 
 logger = logging.getLogger(__name__)
 
-STEPS_PER_COPY = 8  # of a busy engine, for one object written behind
-COPIES_PER_STEP = 4  # of an idle one
+COPY_BYTES = 8 << 20  # written behind at once, for one search of the prefix cache: 7B's run
+BUSY_BYTES = COPY_BYTES // 4  # that each step of a busy engine saves up for it
 LEAST_WAIT_S = 0.25  # for objects, however fast computing is
 MOST_WAIT_S = 10.0  # and however slow, or where nobody knows
 REST_S = 0.002  # of an engine with nothing else to do
@@ -78,7 +78,7 @@ class KVTiers:
         self.lifter = Lifter(stack, holdings, objects, costs)
         self._waiting: dict[str, Waiting] = {}
         self._left: deque[Left] = deque(maxlen=MOST_LEFT)
-        self._steps = 0
+        self._credit = 0  # bytes that may be copied; an object may take more than there are
         if holdings.radix is not None:
             holdings.radix.on_evict = self._keep_text
         for g in holdings.image_groups:
@@ -103,52 +103,62 @@ class KVTiers:
         """Whether somebody waits, or something is still to be copied."""
         return bool(self._waiting or self._left)
 
-    @property
-    def _can_copy(self) -> bool:
-        return bool(self._left) and not self.stack.is_behind
-
     def tick(self, *, busy: bool) -> None:
         """Behind each step: copy a little of what has been left. Where nothing can be done but to
         wait for files, wait a moment."""
-        self._steps += 1
-        copies = COPIES_PER_STEP
-        if busy:
-            copies = not self._steps % STEPS_PER_COPY
-        elif self._waiting and not self._can_copy:
+        saved = self._credit + (BUSY_BYTES if busy else COPY_BYTES)
+        self._credit = min(saved, COPY_BYTES)
+        can_copy = self._left and not self.stack.is_behind
+        if self._waiting and not busy and not can_copy:
             next(iter(self._waiting.values())).fetch.wait(REST_S)
-        elif self._left and not self._can_copy:
+        elif self._left and not busy and not can_copy:
             self.stack.rest(REST_S)
-        for _ in range(copies):
-            if self._can_copy:
-                self._copy(self._left[0])
+        if self._credit == COPY_BYTES:
+            self._copy_on()
 
-    def _copy(self, left: Left) -> None:
-        """The next thing of what has been left that is not below yet."""
-        while left.images:
-            if self._keep_image(left.images.pop(), durable=True):
-                return
-        while left.next < len(left.names) and self.stack.lies_deep(left.names[left.next]):
-            left.next += 1
-        if left.next < len(left.names) and self._copy_run(left):
-            left.next += 1
-        else:
-            self._left.popleft()
+    @property
+    def _may_copy(self) -> bool:
+        return self._credit > 0 and not self.stack.is_behind
 
-    def _copy_run(self, left: Left) -> bool:
-        """Whether the next run is still there, or is all in host memory."""
-        name, start = left.names[left.next], left.next * RUN_PAGES
-        if item := self.stack.get(name):
-            self.stack.put(replace(item, durable=True))
-            return True
+    def _copy_on(self) -> None:
+        """Copy of what has been left as much as may be now."""
+        while self._left and self._may_copy:
+            if self._copy(self._left[0]):
+                self._left.popleft()
+
+    def _copy(self, left: Left) -> bool:
+        """Copy what is not below yet, as far as may be; whether that is all."""
+        while left.images and self._may_copy:
+            self._keep_image(left.images.pop(), durable=True)
+        pages: list[list[int]] | None = None
+        while left.next < len(left.names) and self._may_copy:
+            name, start = left.names[left.next], left.next * RUN_PAGES
+            if not self.stack.lies_deep(name) and not self._keep_longer(name):
+                pages = pages or self._pages(left.keys)
+                run = [own[start : start + RUN_PAGES] for own in pages]
+                if len(run[0]) < RUN_PAGES:
+                    return True  # the rest has gone
+                self._put_run(name, run, durable=True)
+            left.next += 1
+        return left.next == len(left.names) and not left.images
+
+    def _pages(self, keys: list[Hashable]) -> list[list[int]]:
+        """By group with text: what is still there."""
         radix = self._holdings.radix
-        if radix is None:
-            return False
-        found = radix.find(left.keys[: (left.next + 1) * self.run_tokens])
-        pages = [own[start : start + RUN_PAGES] for own in found.pages]
-        if len(pages[0]) < RUN_PAGES:
-            return False
-        self._put_run(name, pages, durable=True)
-        return True
+        return [[]] if radix is None else radix.find(keys).pages
+
+    def _keep_longer(self, name: bytes) -> bool:
+        """Whether an object is in host memory; it is to outlive the process now."""
+        item = self.stack.get(name)
+        if item is not None:
+            self._hand(replace(item, durable=True))
+        return item is not None
+
+    def _hand(self, item: KVObject) -> None:
+        """Down, at once."""
+        if item.durable:
+            self._credit -= item.num_bytes
+        self.stack.put(item)
 
     def _put_run(self, name: bytes, pages: list[list[int]], *, durable: bool = False) -> None:
         """`pages`: of a whole run, by group with text."""
@@ -179,24 +189,20 @@ class KVTiers:
     def _evicted(self, key: bytes) -> None:
         self._keep_image(key)
 
-    def _keep_image(self, key: bytes, *, durable: bool = False) -> bool:
-        """An image's KV is about to go, or is to outlive the process: keep it, if it is whole;
-        whether there was anything to do."""
+    def _keep_image(self, key: bytes, *, durable: bool = False) -> None:
+        """An image's KV is about to go, or is to outlive the process: keep it, if it is whole."""
         name = image_name(self._seed, key)
         if self.stack.lies_deep(name) if durable else self.stack.where(name) is not None:
-            return False
-        if item := self.stack.get(name):
-            self.stack.put(replace(item, durable=True))
-            return True
+            return
+        if self._keep_longer(name):
+            return
         vision = self._holdings.vision
         entries = {g: vision[g].lookup(key) for g in self._holdings.image_groups}
         there = {g: entry for g, entry in entries.items() if entry is not None and entry.ready}
-        if len(there) < len(entries):
-            return False
-        tokens = next(iter(there.values())).num_tokens
-        pages = {g: entry.pages for g, entry in there.items()}
-        self._put(name, "image", tokens, pages, durable=durable)
-        return True
+        if len(there) == len(entries):
+            tokens = next(iter(there.values())).num_tokens
+            pages = {g: entry.pages for g, entry in there.items()}
+            self._put(name, "image", tokens, pages, durable=durable)
 
     def _put(
         self,
@@ -213,7 +219,7 @@ class KVTiers:
         except RuntimeError:
             logger.warning("an object of KV found no memory", exc_info=True)
             return self.stack.lose("unwritable")
-        self.stack.put(item)
+        self._hand(item)
 
     # -- up -------------------------------------------------------------------------------------
 
@@ -258,9 +264,9 @@ class KVTiers:
         """Copy what has been left, and wait until it is written; not for long."""
         until = self._clock() + CLOSE_S
         while self._left and self._clock() < until:
-            if self._can_copy:
-                self._copy(self._left[0])
-            else:
+            self._credit = COPY_BYTES
+            self._copy_on()
+            if self.stack.is_behind:
                 self.stack.rest(REST_S)
         self.stack.close(max(until - self._clock(), 0.0))
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mmserve.config import TierConfig
+from mmserve.engine import kv_tiers
 from mmserve.engine.engine import Engine
 from mmserve.engine.kv_objects import KVObjects
 from mmserve.engine.kv_tiers import KVTiers
@@ -363,6 +364,24 @@ def test_an_idle_engine_goes_on_writing_until_all_is_written(
     talk(d)
     assert not d.engine.has_work
     assert settle(d).used("disk")[0] == 6 and not refusals(d)
+
+
+def test_a_busy_engine_writes_so_many_bytes_behind_in_so_many_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = driver(tiny_model(), disk(tmp_path))
+    size = tiers(d).lifter._run_bytes()
+    monkeypatch.setattr(kv_tiers, "COPY_BYTES", 2 * size)
+    monkeypatch.setattr(kv_tiers, "BUSY_BYTES", size // 2)
+    monkeypatch.setattr(KVTiers, "has_work", False)  # what is left waits for the next steps
+    d.ask(words(1, 64 * 7 + 1))
+    tiers(d)._credit = 0
+    tiers(d).stack.settle()
+    before = tiers(d).stack.used("disk")[0]
+    for _ in range(8):
+        tiers(d).tick(busy=True)
+    tiers(d).stack.settle()
+    assert tiers(d).stack.used("disk")[0] - before == 4
 
 
 def test_without_memory_for_a_copy_what_is_evicted_is_lost_and_no_step_fails(
