@@ -132,44 +132,56 @@ def rotate_store(
 
 
 @jit
-def _read_scores(
-    q: Floats, keys: Floats, pages: Ints, lo: int, hi: int, size: int, scores: Floats, at: int
-) -> None:
-    """scores [G, at : at + hi - lo] of q [G, D] by the keys lo : hi in pages of keys [slots, D]."""
-    for t in range(lo, hi):
-        slot = pages[t // size] * size + t % size
+def _find_slots(pages: Ints, lo: int, hi: int, mask: int, size: int, slots: Ints) -> int:
+    """slots of the tokens lo : hi in pages, then of hi + j for the bits j of mask; their number."""
+    for number in range(lo // size, -(-hi // size)):
+        first = number * size
+        for t in range(max(lo, first), min(hi, first + size)):
+            slots[t - lo] = pages[number] * size + t - first
+    count = hi - lo
+    for t in range(hi, hi + 64 if mask else hi):
+        if mask >> (t - hi) & 1:
+            slots[count] = pages[t // size] * size + t % size
+            count += 1
+    return count
+
+
+@jit
+def _read_scores(q: Floats, keys: Floats, slots: Ints, scores: Floats, at: int) -> None:
+    """scores [G, at : at + N] of q [G, D] by the keys in slots [N] of keys [slots, D]."""
+    for i in range(len(slots)):
         for g in range(q.shape[0]):
             total = np.float32(0)
             for d in range(q.shape[1]):
-                total += q[g, d] * keys[slot, d]
-            scores[g, at + t - lo] = total
+                total += q[g, d] * keys[slots[i], d]
+            scores[g, at + i] = total
 
 
 @jit
 def _add_values(
-    weights: Floats, at: int, values: Floats, pages: Ints, lo: int, hi: int, size: int, out: Floats
+    weights: Floats, at: int, values: Floats, slots: Ints, lo: int, out: Floats
 ) -> None:
-    """out [G, D] += weights [G, at : at + hi - lo] times values [lo, hi) in pages.
+    """out [G, D] += weights [G, at : at + N] times the values in slots [N] of tokens from lo on.
 
-    Four values at a time save three of four passes over `out`, where no four cross a page.
+    Four values at a time, from each multiple of four, save three of four passes over `out`.
     """
-    start = min(-(-lo // 4) * 4, hi) if size % 4 == 0 else hi
-    fours = start + (hi - start) // 4 * 4
-    for t in range(start, fours, 4):
-        slot = pages[t // size] * size + t % size
+    count = len(slots)
+    start = min(-lo % 4, count)
+    fours = start + (count - start) // 4 * 4
+    for i in range(start, fours, 4):
+        a, b, c, e = slots[i], slots[i + 1], slots[i + 2], slots[i + 3]
         for g in range(out.shape[0]):
-            w = weights[g, at + t - lo : at + t - lo + 4]
+            w = weights[g, at + i : at + i + 4]
             for d in range(out.shape[1]):
-                out[g, d] += (w[0] * values[slot, d] + w[1] * values[slot + 1, d]) + (
-                    w[2] * values[slot + 2, d] + w[3] * values[slot + 3, d]
+                out[g, d] += (w[0] * values[a, d] + w[1] * values[b, d]) + (
+                    w[2] * values[c, d] + w[3] * values[e, d]
                 )
-    for single in range(hi - lo - (fours - start)):
-        t = lo + single if lo + single < start else lo + single + fours - start
-        slot = pages[t // size] * size + t % size
+    for single in range(count - (fours - start)):
+        i = single if single < start else single + fours - start
         for g in range(out.shape[0]):
-            weight = weights[g, at + t - lo]
+            weight = weights[g, at + i]
             for d in range(out.shape[1]):
-                out[g, d] += weight * values[slot, d]
+                out[g, d] += weight * values[slots[i], d]
 
 
 @jit
@@ -204,43 +216,43 @@ def row_attention(
     """Every query by itself over its sequence's text and images.
 
     q, out [M, H, D]; text and vision: (K, V), each [Hkv, slots, D]. All else of a query is int64:
-    it is number query[m] of sequence row[m], reads the tokens reads[m] = lo, hi in pages[row[m]],
-    pages [B, P], and of the images n from images[m, 0] to images[m, 1] the tokens
-    image_reads[n, query[m]] = lo, hi in image_pages[n], [N, V]. cos, sin [N, D / 2]: of -base.
+    it is number query[m] of sequence row[m], reads in pages[row[m]], pages [B, P], the tokens
+    lo : hi and then hi + j for the bits j of mask, reads[m] = lo, hi, mask, and of the images n
+    from images[m, 0] to images[m, 1] the tokens image_reads[n, query[m]] = lo, hi in
+    image_pages[n], [N, V]. cos, sin [N, D / 2]: of -base.
     """
     count, heads, dim = q.shape
-    kv_heads = text[0].shape[0]
-    group = heads // kv_heads
+    kv_heads, group = len(text[0]), heads // len(text[0])
     for task in prange(count * kv_heads):
         # From both ends by turns: later queries read more, and a thread takes neighbours.
         at_end, h = task // kv_heads, task % kv_heads
         m = count - 1 - at_end // 2 if at_end % 2 else at_end // 2
-        first, last, mine = images[m, 0], images[m, 1], pages[row[m]]
-        lo, hi = reads[m, 0], max(reads[m, 0], reads[m, 1])
-        total = hi - lo
+        first, last = images[m]
+        lo, hi, total = reads[m, 0], max(reads[m, 0], reads[m, 1]), 0
         for n in range(first, last):
-            total += max(image_reads[n, query[m], 1] - image_reads[n, query[m], 0], 0)
+            total += image_reads[n, query[m], 1] - image_reads[n, query[m], 0]
+        slots = np.empty(hi - lo + 64 + total, np.int64)
+        own = at = _find_slots(pages[row[m]], lo, hi, reads[m, 2], size, slots)
+        total += own
         scores, bits = np.empty((group, total), np.float32), np.empty(total, np.int32)
         turned = np.empty((group, dim), np.float32)
-        asked = q[m, h * group : (h + 1) * group] * np.float32(scale)
-        result = out[m, h * group : (h + 1) * group]
-        _read_scores(asked, text[0][h], mine, lo, hi, size, scores, 0)
-        at = hi - lo
+        mine = slice(h * group, (h + 1) * group)
+        asked, result = q[m, mine] * np.float32(scale), out[m, mine]
+        _read_scores(asked, text[0][h], slots[:own], scores, 0)
         for n in range(first, last):
             start, end = image_reads[n, query[m]]
             if end <= start:
                 continue
             _turn(asked, cos[n], sin[n], turned)
-            _read_scores(turned, vision[0][h], image_pages[n], start, end, size, scores, at)
+            _find_slots(image_pages[n], start, end, 0, size, slots[at:])
+            _read_scores(turned, vision[0][h], slots[at : at + end - start], scores, at)
             at += end - start
         for g in range(group):
             _softmax(scores[g], bits)
         result[:] = 0
-        _add_values(scores, 0, text[1][h], mine, lo, hi, size, result)
-        at = hi - lo
+        _add_values(scores, 0, text[1][h], slots[:own], lo, result)
+        at = own
         for n in range(first, last):
             start, end = image_reads[n, query[m]]
-            if end <= start:
-                continue
-            _add_values(scores, at, vision[1][h], image_pages[n], start, end, size, result)
+            _add_values(scores, at, vision[1][h], slots[at : at + end - start], start, result)
             at += end - start

@@ -6,7 +6,8 @@ Knows nothing of sequences, models or scheduling.
 A query reads an interval of its sequence's text tokens, from pages of the text pool, and an
 interval of its sequence's visual tokens (counted through all its images), from pages of the vision
 pool. Causal attention, sliding windows, an image that reads itself alone or its context too, and
-cross attention differ in nothing but these two intervals.
+cross attention differ in nothing but these two intervals. A token of a draft tree reads its
+ancestors, too, who stand behind the interval of text with others between them: a mask tells them.
 
 Keys of text are rotated as the sequence counts positions. An image's are, too, or at its *local*
 positions 0..n-1: then, for an image at base position b, the query is rotated by a further -b,
@@ -45,7 +46,8 @@ class QueryGroup:
     visual index of the first one, `image_row` [N] the sequence, `image_slot` [N] its place among
     the B * max_images slots, `cos`, `sin` [N, D/2] float32 of the angle -base (0 where keys are
     rotated as the sequence counts). `sink_tokens` [B] int64 (None: 0): how many of the first text
-    tokens every query reads, too, where they are before its lo.
+    tokens every query reads, too, where they are before its lo. `tree` [B, Q] int64 (None: 0): a
+    query reads the text token hi + j, too, for every bit j of its own, the sign's being bit 63.
     """
 
     start: int
@@ -65,6 +67,7 @@ class QueryGroup:
     sin: Tensor
     max_images: int
     sink_tokens: Tensor | None = None
+    tree: Tensor | None = None
 
     @cached_property
     def image_lo(self) -> Tensor:
@@ -83,10 +86,12 @@ class QueryGroup:
         assert self.sink_tokens is None or not self.sink_tokens.any(), "it reads intervals alone"
         row = torch.arange(self.num_seqs).repeat_interleave(self.num_queries)
         query = torch.arange(self.num_queries).repeat(self.num_seqs)
-        reads = torch.stack((self.lo.flatten(), self.hi.flatten()), 1)
+        tree = torch.zeros_like(self.hi) if self.tree is None else self.tree
+        reads = torch.stack((self.lo.flatten(), self.hi.flatten(), tree.flatten()), 1)
         borders = (torch.searchsorted(self.image_row, row, right=right) for right in (False, True))
         of_images = (torch.stack(tuple(borders), 1), self.image_pages)
-        image_reads = torch.stack((self.image_lo, self.image_hi), 2)
+        image_hi = torch.maximum(self.image_lo, self.image_hi)
+        image_reads = torch.stack((self.image_lo, image_hi), 2)
         parts = (self.pages, row, query, reads, *of_images, image_reads, self.cos, self.sin)
         return tuple(x.contiguous().numpy() for x in parts)
 
@@ -216,6 +221,10 @@ def group_attention(
         mask = (index >= group.lo[..., None]) & (index < group.hi[..., None])
         if group.sink_tokens is not None:
             mask |= (index < group.lo[..., None]) & (index < group.sink_tokens[:, None, None])
+        if group.tree is not None:
+            bit = index - group.hi[..., None]
+            drawn = group.tree[..., None] >> bit.clamp(0, 63) & 1 > 0
+            mask |= drawn & (bit >= 0) & (bit < 64)
         out, lse = attend(q, k, v, mask, scale, softcap)
         parts.append((out[:, None], lse[:, None]))
     if len(group.image_row):

@@ -6,7 +6,7 @@ rule of who sees whom; nothing of the kernels' arithmetic is used but the order 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,7 @@ class Row:
     Its queries are the last ones. `whole`: every query reads the whole text. `reads`: text [lo, hi)
     and visual [lo, hi) of each query, where it is not simply what stands before it. `sink_tokens`:
     so many of the first text tokens are read, too. `names`: images of one name are the same.
+    `masks`: of each query, who is read of the text tokens behind hi.
     """
 
     length: int
@@ -35,6 +36,30 @@ class Row:
     reads: tuple[tuple[int, int, int, int], ...] = ()
     sink_tokens: int = 0
     names: tuple[int, ...] = ()
+    masks: tuple[int, ...] = ()
+
+    @classmethod
+    def draft(
+        cls,
+        known: int,
+        parents: Sequence[int],
+        images: tuple[tuple[int, int], ...] = (),
+        window: int = 1_000_000,
+    ) -> Row:
+        """The last of `known` text tokens and a tree behind it, number i following number
+        parents[i] or, where that is -1, the last known token. `window`: text tokens that are read
+        of what is known and of the path together."""
+        paths: list[list[int]] = [[]]
+        for number, parent in enumerate(parents):
+            paths.append([*paths[parent + 1], number])
+        lows = [min(max(known + len(path) - window, 0), known) for path in paths]
+        visual = sum(n for _, n in images)
+        return cls(
+            known + len(parents),
+            images,
+            reads=tuple((lo, known, 0, visual) for lo in lows),
+            masks=tuple(sum(1 << j for j in path[-window:]) for path in paths),
+        )
 
     def read_by(self, text_index: int, query: int) -> tuple[int, int, int, int]:
         if self.reads:
@@ -81,6 +106,7 @@ class _Lists:
 
     pages: list[list[int]] = field(default_factory=list)
     reads: list[list[tuple[int, int, int, int]]] = field(default_factory=list)
+    masks: list[list[int]] = field(default_factory=list)
     image_pages: list[list[int]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
@@ -172,6 +198,7 @@ class Scene:
             sin=-sin,
             max_images=most,
             sink_tokens=torch.tensor([row.sink_tokens for row in rows]),
+            tree=signed(group.masks) if any(row.masks for row in rows) else None,
         )
 
     def _row(
@@ -193,6 +220,8 @@ class Scene:
         group.pages.append(pages)
         reads = [row.read_by(i, n) for n, i in enumerate(asked)]
         group.reads.append(reads)
+        masks = row.masks or (0,) * num_queries
+        group.masks.append(list(masks))
         visual: list[Key] = []
         before = 0
         for slot, (at, n) in enumerate(i for i in row.images if i[0] < row.length):
@@ -212,8 +241,9 @@ class Scene:
             before += n
         q = self._randn(num_queries, self.shape.heads, self.shape.dim)
         queries.append(self._turn(q, places[first:]))
-        for i, (lo, hi, visual_lo, visual_hi) in zip(asked, reads, strict=True):
+        for i, mask, (lo, hi, visual_lo, visual_hi) in zip(asked, masks, reads, strict=True):
             read = text[: min(row.sink_tokens, lo)] + text[lo:hi] + visual[visual_lo:visual_hi]
+            read += [text[hi + j] for j in range(64) if mask >> j & 1]
             answers.append(self._answer(q[i - first], places[i], read)[None])
 
     def _keys(
@@ -259,6 +289,11 @@ def turn(x: Tensor, positions: Tensor) -> Tensor:
     angle = positions[..., None] * step
     z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat((z.real, z.imag), -1)
+
+
+def signed(masks: list[list[int]]) -> Tensor:
+    """Masks of 64 bits as int64."""
+    return torch.tensor([[m - (m >> 63 << 64) for m in row] for row in masks])
 
 
 def pad(rows: list[list[int]]) -> Tensor:
@@ -316,4 +351,20 @@ def scenes(
         count = draw(queries if queries is not None else st.integers(1, 9))
         of_one = rows(shape.page, count, extras=extras)
         groups.append((count, draw(st.lists(of_one, min_size=1, max_size=3))))
+    return Scene(shape, groups, draw(st.integers(0, 99)))
+
+
+@st.composite
+def drafted(draw: st.DrawFn, *, extras: bool = False) -> Scene:
+    """Sequences with drafts of any form, perhaps in a short window, and some without beside."""
+    shape = draw(shapes(extras=extras))
+    groups = []
+    for _ in range(draw(st.integers(1, 3))):
+        parents = [draw(st.integers(-1, i - 1)) for i in range(draw(st.integers(1, 12)))]
+        known, window = draw(lengths(shape.page)), draw(st.sampled_from([1, 3, 20, 1_000_000]))
+        places = sorted(draw(st.lists(st.integers(0, known - 1), max_size=2)))
+        images = tuple((at, draw(lengths(shape.page))) for at in places)
+        count = len(parents) + 1
+        others = st.lists(rows(shape.page, count, extras=extras), max_size=1)
+        groups.append((count, [Row.draft(known, parents, images, window), *draw(others)]))
     return Scene(shape, groups, draw(st.integers(0, 99)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmserve.kernels import cpu, int8, reference
-from tests.kernels.scene import Row, Scene, Shape, pad, scenes
+from tests.kernels.scene import Row, Scene, Shape, drafted, pad, scenes
 
 EPS, LIMIT = 1e-5, 32767.0
 ROWS, WIDTHS, SEEDS = st.integers(1, 19), st.sampled_from([2, 16, 34, 80]), st.integers(0, 999)
@@ -107,8 +109,8 @@ def row_by_row(scene: Scene) -> Tensor:
     return out
 
 
-@given(scenes())
-@settings(max_examples=60, deadline=None)
+@given(scenes() | drafted())
+@settings(max_examples=90, deadline=None)
 def test_row_attention_equals_the_reference_and_the_dense_statement(scene: Scene) -> None:
     out = row_by_row(scene)
     plain = reference.paged_attention(scene.q, scene.plan, scene.text, scene.vision, scene.scale)
@@ -147,6 +149,34 @@ def test_row_attention_gives_a_sequence_the_same_bits_alone(
     )
     scene.plan = reference.AttentionPlan(scene.plan.slots, scene.plan.cos, scene.plan.sin, (alone,))
     assert torch.equal(row_by_row(scene)[group.start + b], out[group.start + b])
+
+
+@given(st.integers(1, 40), st.lists(st.integers(1, 3), min_size=1, max_size=20), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_a_path_through_a_tree_has_the_bits_of_the_same_tokens_in_a_row(
+    known: int, steps: list[int], seed: int
+) -> None:
+    """Wherever they lie among the tree's: every third number or so is on the path."""
+    path = list(accumulate(steps))
+    parents = [-1] * (path[-1] + 1)
+    for before, number in pairwise(path):
+        parents[number] = before
+    images = ((known - 1, 17),)
+    scene = Scene(Shape(page=4), [(len(parents) + 1, [Row.draft(known, parents, images)])], seed)
+    in_tree = row_by_row(scene)[[number + 1 for number in path]]
+
+    (group,) = scene.plan.groups
+    pages, where = group.pages[0], torch.arange(len(path)) + known
+    sources, slots = ((pages[t // 4] * 4 + t % 4) for t in (torch.tensor(path) + known, where))
+    for pool in scene.text:
+        flat = pool.flatten(1, 2)
+        flat[:, slots] = flat[:, sources].clone()
+    scene.q[1 : len(path) + 1] = scene.q[[number + 1 for number in path]]
+    hi = group.hi.clone()
+    hi[0, 1 : len(path) + 1] = where + 1
+    chain = replace(group, hi=hi, tree=None)
+    scene.plan = replace(scene.plan, groups=(chain,))
+    assert torch.equal(row_by_row(scene)[1 : len(path) + 1], in_tree)
 
 
 def test_row_attention_reads_large_scores_without_overflow() -> None:

@@ -20,7 +20,7 @@ from mmserve.kernels.reference import (
     rotate,
     write_kv,
 )
-from tests.kernels.scene import Row, Scene, Shape, scenes, turn
+from tests.kernels.scene import Row, Scene, Shape, drafted, scenes, turn
 
 
 def attention(scene: Scene) -> torch.Tensor:
@@ -39,8 +39,8 @@ def assert_right(scene: Scene) -> None:
     torch.testing.assert_close(attention(scene).double(), scene.expected, rtol=1e-4, atol=2e-5)
 
 
-@given(scenes(extras=True))
-@settings(max_examples=40, deadline=None)
+@given(scenes(extras=True) | drafted(extras=True))
+@settings(max_examples=60, deadline=None)
 def test_paged_attention_equals_dense_attention_query_by_query(scene: Scene) -> None:
     assert_right(scene)
 
@@ -85,6 +85,15 @@ def test_the_first_tokens_are_read_beside_a_window_and_never_twice() -> None:
     for count in (1, 4, 7):
         row = Row(9, ((1, 5),), reads=reads, sink_tokens=count)
         assert_right(Scene(Shape(), [(3, [row, Row(9, reads=((0, 9, 0, 0),) * 3)])]))
+
+
+def test_a_mask_of_all_that_is_before_is_causal() -> None:
+    parents = range(-1, 63)  # so many tokens that the last one's own bit is the sign's
+    for images in ((), ((3, 17), (14, 16))):
+        tree = Scene(Shape(), [(65, [Row.draft(15, parents, images)])])
+        chain = Scene(Shape(), [(65, [Row(79, images)])])
+        assert tree.plan.groups[0].tree is not None and tree.plan.groups[0].tree[0, -1] == -1
+        assert torch.equal(attention(tree), attention(chain))
 
 
 def test_capped_scores_follow_their_formula() -> None:
