@@ -81,7 +81,7 @@ class Lifter:
         return text, images
 
     def hand(self, request_id: str, fetch: Fetch) -> None:
-        """What has been fetched for a request."""
+        """What comes, or has come, for a request."""
         self._fetched[request_id] = fetch
 
     def forget(self, request_id: str) -> None:
@@ -121,7 +121,20 @@ class Lifter:
                 found.setdefault(placed.key, placed)
         return list(found.values())
 
-    # -- when a request is admitted -------------------------------------------------------------
+    # -- when objects have come, or a request is admitted ---------------------------------------
+
+    def lift_ahead(self, seq: Seq) -> None:
+        """Bring up the text that is at hand while the rest is still read, so that the two take no
+        longer than one. What others push out again comes once more with the rest."""
+        radix = self._holdings.radix
+        # A window would take pages that nobody reads when the rest is there.
+        if radix is None or self._holdings.has_windows:
+            return
+        try:
+            if reach := self._reach(seq, radix):
+                self._lift_text(seq, radix, reach)
+        except RuntimeError as error:
+            logger.warning("an object of KV found no memory: %s", error)
 
     def lift(self, seq: Seq) -> None:
         """Bring up what is at hand of what a sequence could use, as far as there is room now."""

@@ -7,7 +7,7 @@ Down: pages that are about to be evicted, to host memory; and, where a tier outl
 what a durable request has left behind, a little with each step: nothing else ever gets there. Up:
 what a request could use and the pools lack. What is in host memory comes when the request is
 admitted; for what lies deeper it waits, outside the queue, if that is cheaper than computing, and
-not longer than computing would take.
+not longer than computing would take; meanwhile the pools already take what has come.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 COPY_BYTES = 8 << 20  # written behind at once, for one search of the prefix cache: 7B's run
 BUSY_BYTES = COPY_BYTES // 4  # that each step of a busy engine saves up for it
+AHEAD = 64  # objects that have come since, for which the pools are gone to before all are there
 LEAST_WAIT_S = 0.25  # for objects, however fast computing is
 MOST_WAIT_S = 10.0  # and however slow, or where nobody knows
 REST_S = 0.002  # of an engine with nothing else to do
@@ -48,6 +49,7 @@ class Waiting:
     since: float
     until: float
     sizes: dict[str, int]
+    num_lifted: int = 0  # objects that had come when the pools last took them
 
 
 @dataclass
@@ -235,6 +237,7 @@ class KVTiers:
         if not deep or not self.costs.worth(sizes, *tokens):
             return False
         fetch = self.stack.fetch([wish.name for wish in deep])
+        self.lifter.hand(seq.id, fetch)
         now, compute = self._clock(), self.costs.compute_s(*tokens)
         patience = MOST_WAIT_S if compute is None else min(max(compute, LEAST_WAIT_S), MOST_WAIT_S)
         deep_sizes = {tier: size for tier, size in sizes.items() if tier != "host"}
@@ -251,7 +254,10 @@ class KVTiers:
                 ((tier, size),) = waiting.sizes.items()
                 self.costs.loaded(tier, size, now - waiting.since)
             waiting.fetch.cancel()
-            self.lifter.hand(waiting.seq.id, waiting.fetch)
+        for waiting in self._waiting.values():
+            if waiting.fetch.num_ended - waiting.num_lifted >= AHEAD:
+                waiting.num_lifted = waiting.fetch.num_ended
+                self.lifter.lift_ahead(waiting.seq)
         return [waiting.seq for waiting in ended]
 
     # -- the rest -------------------------------------------------------------------------------

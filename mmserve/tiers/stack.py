@@ -44,19 +44,20 @@ class Watch(Protocol):
 
 
 class Fetch:
-    """Objects on their way up. `finished` may be asked at any time; what is there then is `got`."""
+    """Objects on their way up. How many have ended, well or not, may be asked at any time; what is
+    there then is `got`."""
 
     def __init__(self, reads: dict[bytes, Future[KVObject | None]]) -> None:
         self._reads = reads
-        self._left = len(reads)
+        self.num_ended = 0
         self._lock, self._ended = threading.Lock(), threading.Event()
         for read in reads.values():
             read.add_done_callback(self._count)
 
     def _count(self, _: Future[KVObject | None]) -> None:
         with self._lock:
-            self._left -= 1
-        if not self._left:
+            self.num_ended += 1
+        if self.num_ended == len(self._reads):
             self._ended.set()
 
     @property

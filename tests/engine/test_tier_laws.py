@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmserve.config import TierConfig
+from mmserve.engine import kv_tiers
 from mmserve.engine.engine import Engine
 from mmserve.request import Segment
 from tests.engine.driver import Driver, picture, words
@@ -29,6 +30,13 @@ EVENTS = st.lists(
     min_size=3,
     max_size=8,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def each_object_is_lifted_when_it_has_come() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_tiers, "AHEAD", 1)
+        yield
 
 
 def segments(d: Driver, talk: tuple[int, int]) -> tuple[Segment, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,14 +12,10 @@ import pytest
 import torch
 
 from mmserve.config import TierConfig
-from mmserve.engine import kv_tiers
 from mmserve.engine.engine import Engine
 from mmserve.engine.kv_objects import KVObjects
 from mmserve.engine.kv_tiers import KVTiers
-from mmserve.request import FinishReason
-from mmserve.tiers import stack
 from mmserve.tiers.cost import Costs
-from mmserve.tiers.disk import Folder
 from mmserve.tiers.stack import TIERS, TierStack
 from tests.engine.driver import Driver, picture, words
 from tests.engine.test_vision_modes import CASES, ask, serve
@@ -229,72 +224,6 @@ def test_another_model_s_objects_are_refused_and_counted(tmp_path: Path) -> None
     assert found(d)[0] == 0 and refusals(d) == {"other_model": 5}
 
 
-class Held:
-    """A folder whose reads wait until they are let go."""
-
-    def __init__(self, d: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.gate = threading.Event()
-        read = Folder.read
-        monkeypatch.setattr(Folder, "read", lambda *args: (self.gate.wait(), read(*args))[1])
-
-
-def test_others_go_on_while_one_waits_for_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = driver(tiny_model(), disk(tmp_path))
-    expected = talk(source)
-    settle(source)
-    d = driver(tiny_model(), disk(tmp_path))
-    tiers(d)._clock = lambda: 0.0
-    held = Held(d, monkeypatch)
-    late = d.submit((words(1, 150), d.image(A), words(2, 70), d.image(B), words(3, 30)))
-    other = d.submit((words(9, 20),))
-    while not d.events[other] or d.events[other][-1].finish_reason is None:
-        d.step()
-    assert not d.tokens(late)
-    held.gate.set()
-    d.run()
-    assert d.tokens(late) == expected and d.counts() == (0, 0, 0)
-    d.assert_idle()
-
-
-def test_who_waits_too_long_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = driver(tiny_model(), disk(tmp_path))
-    expected = talk(source)
-    settle(source)
-    d = driver(tiny_model(), disk(tmp_path))
-    now = [0.0]
-    tiers(d)._clock = lambda: now[0]
-    held = Held(d, monkeypatch)
-    request = d.submit((words(1, 150), d.image(A), words(2, 70), d.image(B), words(3, 30)))
-    d.step()
-    assert not d.tokens(request)
-    now[0] = 11.0
-    d.run()
-    assert d.tokens(request) == expected and d.counts()[0] == 2
-    held.gate.set()
-    d.assert_idle()
-
-
-def test_an_abort_while_it_waits_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = driver(tiny_model(), disk(tmp_path))
-    talk(source)
-    settle(source)
-    d = driver(tiny_model(), disk(tmp_path))
-    held = Held(d, monkeypatch)
-    request = d.submit((words(1, 150), d.image(A), words(2, 30)))
-    d.step()
-    d.abort(request)
-    assert not tiers(d)._waiting and not tiers(d).lifter._fetched
-    held.gate.set()
-    d.run()
-    assert d.last(request).finish_reason is FinishReason.ABORT
-    d.assert_idle()
-    settle(d)
-
-
 def test_a_small_host_tier_passes_on_to_the_disk_and_never_exceeds_its_budget(
     tmp_path: Path,
 ) -> None:
@@ -354,34 +283,6 @@ def test_what_moves_is_counted_by_tier_and_direction(tmp_path: Path) -> None:
     assert up and text == 192 and figure(d, "tier_hit_tokens_total", kind="image") == 40
     rate = figure(d, "cache_hit_rate", cause="tier")
     assert rate is not None and 0 < rate < 1 and figure(d, "cache_hit_rate", cause="prefix") == 0
-
-
-def test_an_idle_engine_goes_on_writing_until_all_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stack, "QUEUE_BYTES", 1)  # the writer is behind with every object
-    d = driver(tiny_model(), disk(tmp_path))
-    talk(d)
-    assert not d.engine.has_work
-    assert settle(d).used("disk")[0] == 6 and not refusals(d)
-
-
-def test_a_busy_engine_writes_so_many_bytes_behind_in_so_many_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    d = driver(tiny_model(), disk(tmp_path))
-    size = tiers(d).lifter._run_bytes()
-    monkeypatch.setattr(kv_tiers, "COPY_BYTES", 2 * size)
-    monkeypatch.setattr(kv_tiers, "BUSY_BYTES", size // 2)
-    monkeypatch.setattr(KVTiers, "has_work", False)  # what is left waits for the next steps
-    d.ask(words(1, 64 * 7 + 1))
-    tiers(d)._credit = 0
-    tiers(d).stack.settle()
-    before = tiers(d).stack.used("disk")[0]
-    for _ in range(8):
-        tiers(d).tick(busy=True)
-    tiers(d).stack.settle()
-    assert tiers(d).stack.used("disk")[0] - before == 4
 
 
 def test_without_memory_for_a_copy_what_is_evicted_is_lost_and_no_step_fails(
