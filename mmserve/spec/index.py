@@ -70,12 +70,11 @@ class Index:
                 return
 
     def _matched(self, tail: Sequence[int], at: int) -> int:
-        part = self.tokens[max(at - len(tail), 0) : at]
-        if part == tail:
-            return len(tail)
+        tokens, most = self.tokens, min(at, len(tail))
+        start = at - len(tail)
+        if start >= 0 and tokens[start] == tail[0] and tokens[start:at] == tail:
+            return most  # found so at once, which long matches need
         matched = 0
-        for ours, theirs in zip(reversed(part), reversed(tail), strict=False):
-            if ours != theirs:
-                break
+        while matched < most and tokens[at - 1 - matched] == tail[-1 - matched]:
             matched += 1
         return matched

@@ -1,0 +1,132 @@
+"""Suffix decoding, keyed by image: what followed in earlier answers about the same pictures.
+
+Owns the guess: earlier places where the longest end of the text stood before, in the sequence
+itself and in answers that its tenant got about its images, vote for what comes next. This is
+SuffixDecoding (arXiv 2411.04975) with the counts of its suffix trees taken from an index when they
+are needed. Knows nothing of models, nor of another tenant's answers.
+
+A place that matched m tokens speaks with the weight of its vote against a doubt of 1 / m: of one
+place, d tokens in a row are right with the probability m / (m + d). So a draft grows with the match
+(by 1 / `least` - 1 times its length: the paper's alpha), and faster where places agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from mmserve.spec.answers import END, Answers, Subject
+from mmserve.spec.branches import ROOT, Branches
+from mmserve.spec.drafter import Context, Draft, Landed, Wanted
+from mmserve.spec.index import Index
+
+TAIL = 64  # tokens of the question that are filed with its answer
+LONGEST = 32  # tokens of a match: longer ones are no better
+LOOKS = 32  # places of one index that are compared
+VOTERS = 8  # places that have a say, of those that matched longest
+OWN_SIZES = (2,)
+PART = 4096  # tokens of a long prompt that are taken in after one step
+LEAST = 0.25  # probability that a token and all before it are right
+
+
+class _Voter(NamedTuple):
+    """Says that the tokens at a place, and behind it, come next."""
+
+    tokens: Sequence[int]
+    at: int
+
+
+class _Bud(NamedTuple):
+    """A token that may be added to the tree; sorted, the likeliest is first."""
+
+    unlikely: float  # minus the probability that it and all before it are right
+    parent: int
+    token: int
+    depth: int
+    voters: list[_Voter]  # who say so
+
+
+class SuffixDrafter:
+    """`num_bytes` of earlier answers are remembered; `width`: different tokens behind one."""
+
+    name = "suffix"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, num_bytes: int, width: int = 1, least: float = LEAST) -> None:
+        assert width > 0 and 0 < least <= 1, "a draft has tokens that may be right"
+        self._width = width
+        self._least = least
+        self._answers = Answers(num_bytes)
+        self._own: dict[str, Index] = {}
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
+        return [self._guess(context, length) for context, length in wanted]
+
+    def landed(self, context: Context, landed: Landed) -> None:
+        if not landed.chosen:  # a prompt is under way, and long: its index grows along with it
+            self._index(context).grow(PART)
+
+    def end(self, context: Context) -> None:
+        """Its answer is remembered, with the end of the question that it answers."""
+        self._own.pop(context.id, None)
+        prompt = context.num_prompt_tokens
+        if len(context.token_ids) > prompt:
+            answer = context.token_ids[max(prompt - TAIL, 0) :]
+            for subject in _subjects(context):
+                self._answers.file(subject, answer)
+
+    def _index(self, context: Context) -> Index:
+        index = self._own.get(context.id)
+        if index is None:
+            index = self._own[context.id] = Index(context.token_ids, OWN_SIZES)
+        return index
+
+    def _guess(self, context: Context, length: int) -> Draft | None:
+        own = self._index(context)
+        own.grow()
+        indices = [own, *filter(None, map(self._answers.about, _subjects(context)))]
+        longest = 0
+        voters: list[_Voter] = []
+        for index in indices:
+            for at, matched in index.search(context.token_ids, LONGEST, LOOKS):
+                if matched > longest:
+                    longest, voters = matched, []
+                if matched == longest and len(voters) < VOTERS:
+                    voters.append(_Voter(index.tokens, at))
+        return self._grown(voters, longest, length)
+
+    def _grown(self, voters: list[_Voter], matched: int, length: int) -> Draft | None:
+        """The likeliest token first, wherever in the tree it hangs; `length` tokens in all."""
+        branches = Branches(length)
+        last = _Bud(-1.0, ROOT, 0, 0, voters)
+        buds = self._behind(last, ROOT, matched) if matched else []
+        while buds and len(branches) < length:
+            bud = heappop(buds)
+            number = branches.add(bud.parent, bud.token)
+            assert number is not None, "there is room"
+            for following in self._behind(bud, number, matched):
+                heappush(buds, following)
+        return branches.draft()
+
+    def _behind(self, bud: _Bud, number: int, matched: int) -> list[_Bud]:
+        """What its voters say comes behind it, the likeliest first."""
+        depth, by_token = bud.depth, dict[int, list[_Voter]]()
+        heard = 1 / (matched + depth)
+        for voter in bud.voters:
+            at = voter.at + depth
+            if at < len(voter.tokens):
+                heard += 1
+                by_token.setdefault(voter.tokens[at], []).append(voter)
+        by_token.pop(END, None)  # which was heard, but is no token
+        most = sorted(by_token.items(), key=lambda item: -len(item[1]))[: self._width]
+        found = [
+            _Bud(bud.unlikely * len(voters) / heard, number, token, depth + 1, voters)
+            for token, voters in most
+        ]
+        return [each for each in found if -each.unlikely >= self._least]
+
+
+def _subjects(context: Context) -> list[Subject]:
+    images = dict.fromkeys(context.images) or (b"",)
+    return [Subject(context.tenant, image) for image in images]
