@@ -1,4 +1,4 @@
-"""The command line: `mmserve serve`, `chat`, `bench`, `models` and `kv`.
+"""The command line: `mmserve serve`, `chat`, `bench`, `models`, `kv` and `train-drafter`.
 
 Owns flags, the environment and their way into the configuration tree; nothing below reads either.
 Flags use vLLM's words where it has one.
@@ -28,6 +28,7 @@ from mmserve.config import (
     TierConfig,
 )
 from mmserve.kv_command import add_kv_commands
+from mmserve.train_command import add_train_command
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -362,6 +363,7 @@ def build_parser() -> argparse.ArgumentParser:
     models.set_defaults(run=_models)
 
     add_kv_commands(commands)
+    add_train_command(commands, _add_engine_flags, engine_config)
     return parser
 
 

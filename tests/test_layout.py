@@ -70,6 +70,8 @@ ALLOWED = {
     "engine": TYPES
     | {"sequence", "kernels", "vision", "cache", "scheduler", "model", "kvfile", "tiers", "spec"},
     "server": TYPES | {"whole_file"},
+    "train_drafter": TYPES | {"vision", "model", "engine", "spec"},
+    "train_command": {"config", "flags", "train_drafter"},
     "kv_command": {"flags", "kvfile", "whole_file"},
     "chat": TYPES | {"engine"},
     "bench": TYPES

@@ -1,0 +1,38 @@
+"""What a trained head borrows of the model that it drafts for.
+
+Owns `TargetParts` alone. Knows nothing of how the model is built or run; whoever serves it fills
+this in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Linear = Callable[[Tensor], Tensor]
+
+
+def dense(weight: Tensor, bias: Tensor | None) -> Linear:
+    """x [..., K] -> [..., N] in the weight's own dtype."""
+    return lambda x: functional.linear(x, weight, bias)
+
+
+@dataclass(frozen=True, eq=False)
+class TargetParts:
+    """`embed` [...] int64 -> [..., hidden_size]; `logits` [N, hidden_size] -> [N, vocab_size], of
+    states behind the final norm; `head_rows` [n] int64 -> [n, hidden_size]: rows of the output
+    matrix, float; `linear` makes a product of a weight [N, K] as fast as the device can."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    embed: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]
+    head_rows: Callable[[Tensor], Tensor]
+    device: torch.device
+    dtype: torch.dtype
+    linear: Callable[[Tensor, Tensor | None], Linear] = dense

@@ -1,0 +1,247 @@
+"""`mmserve train-drafter`: from a model to a head for it, in one command.
+
+Owns the order: write chats, see what the model makes of them, train, keep, measure. Knows nothing
+of flags. What was written and trained before is found in the working folder and gone on with.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmserve.config import EngineConfig
+from mmserve.engine.engine import Engine
+from mmserve.model.loader import LoadedModel
+from mmserve.model.weights import Loaded, load
+from mmserve.spec.eagle import FINAL, EagleConfig, EagleHead
+from mmserve.spec.eagle_drafter import WINDOW
+from mmserve.spec.head_files import narrowed, widened, write_head
+from mmserve.spec.medusa import MedusaHeads
+from mmserve.train_drafter import writing
+from mmserve.train_drafter.corpus import Corpus
+from mmserve.train_drafter.features import Collector
+from mmserve.train_drafter.training import Plan, Training, acceptance
+from mmserve.train_drafter.unroll import Trained, TrainedEagle, TrainedMedusa, Vocabulary
+
+WRITING_SHARE = 0.4  # of the time; a tenth is left for the model's pass and the measuring
+TRAINING_SHARE = 0.5
+HELD_OUT = 20  # one chat of so many is not trained on
+
+
+@dataclass(frozen=True)
+class Options:
+    """`tokens`: of answers, at most; `minutes`: of all; `updates`: at most; `longest`: tokens of an
+    answer; `row`: of a chat that is trained on; `vocab`: tokens that the head can guess."""
+
+    method: str  # eagle | medusa
+    out: Path
+    work: Path
+    minutes: float = 7.0
+    tokens: int = 3_000_000
+    updates: int = 100_000
+    longest: int = 256
+    row: int = 640
+    vocab: int = 8192
+    steps: int = 5
+    rate: float = 1e-3
+    batch_tokens: int = 16_384
+    taps: tuple[int, ...] = (FINAL,)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is needed of the model while a head is trained. `rows`, `embedding` [V, hidden]."""
+
+    name: str
+    config: Any
+    rows: Tensor
+    embedding: Tensor
+
+
+def train(options: Options, config: EngineConfig) -> None:
+    """Raises ValueError for a model or options that do not go together."""
+    begun = time.monotonic()
+    seconds = 60 * options.minutes
+    say = _Clock(begun)
+    loaded = load(config.model, 0)
+    chats = _chats(options, config, loaded, begun + WRITING_SHARE * seconds, say)
+    del loaded
+    gc.collect()
+    loaded = load(config.model, 0)  # the engine has fused the other
+    train_on(chats, loaded, options, begun, say)
+
+
+def train_on(
+    chats: Sequence[writing.Chat],
+    loaded: Loaded,
+    options: Options,
+    begun: float,
+    say: Any = lambda text: None,
+) -> dict[str, float]:
+    """The part behind the writing; what was measured at the end, by kind of chat."""
+    device = loaded.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    taps = options.taps if options.method == "eagle" else (FINAL,)
+    collector = Collector(loaded, taps, dtype, options.row)
+    kept = [c for i, c in enumerate(chats) if i % HELD_OUT]
+    held = [c for i, c in enumerate(chats) if i % HELD_OUT == 0]
+    if not kept:
+        raise ValueError(f"{len(chats)} chats are too few to train on")
+    say(f"the model reads {len(kept)} chats")
+    corpus = collector.collect(kept)
+    lm: Any = loaded.lm
+    target = Target(
+        loaded.name,
+        lm.config.get_text_config(),
+        lm.get_output_embeddings().weight.detach(),
+        lm.get_input_embeddings().weight.detach(),
+    )
+    vocabulary = _vocabulary(corpus, target, options)
+    share = (vocabulary.number[corpus.tokens[corpus.answers]] >= 0).float().mean().item()
+    say(f"{len(corpus.tokens)} tokens; {len(vocabulary.ids)} can be guessed: {100 * share:.1f} %")
+    torch.manual_seed(options.seed)
+    module, trained = _head(corpus, target, options)
+    module.to(device)
+    left = begun + (WRITING_SHARE + TRAINING_SHARE) * 60 * options.minutes - time.monotonic()
+    plan = Plan(
+        options.steps,
+        options.rate,
+        options.batch_tokens,
+        max(left, 1.0),
+        options.updates,
+        options.seed,
+    )
+    state = options.work / f"{options.method}.pt"
+    training = Training(module, trained, corpus, vocabulary, plan, state)
+    if training.resume():
+        say(f"going on from update {training.updates}")
+    training.run(lambda: _write(module, vocabulary, target, options), say)
+    module.load_state_dict(widened(narrowed(module.state_dict())))  # as it will be read
+    found = {}
+    for kind, part in _by_kind(held):
+        found[kind] = acceptance(trained, collector.collect(part), vocabulary, plan)
+        say(f"{kind}: {found[kind]:.3f} tokens a step, on {len(part)} chats held out")
+    size = sum(file.stat().st_size for file in options.out.iterdir())
+    say(f"{options.out}: {size / 1e6:.2f} MB")
+    return found
+
+
+class _Clock:
+    """Prints a line with the seconds since the beginning."""
+
+    def __init__(self, begun: float) -> None:
+        self._begun = begun
+
+    def __call__(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._begun:6.1f} s] {text}", flush=True)
+
+
+def _chats(
+    options: Options, config: EngineConfig, loaded: Loaded, deadline: float, say: Any
+) -> list[writing.Chat]:
+    """Those of the working folder, or new ones."""
+    file = options.work / "chats.jsonl"
+    if file.is_file():
+        chats = writing.read(file)
+        say(f"{len(chats)} chats found in {file}")
+        return chats
+    native = isinstance(loaded, LoadedModel)
+    engine = Engine(config, loaded)
+    say(f"{loaded.name} writes")
+    writer = writing.Writer(engine, options.seed, options.longest, images=native)
+    chats, tokens, told = [], 0, time.monotonic()
+    for chat in writer.write(options.tokens, deadline):
+        chats.append(chat)
+        tokens += len(chat.answer)
+        if time.monotonic() - told > 10:
+            told = time.monotonic()
+            say(f"{len(chats)} chats, {tokens} tokens of answers")
+    engine.close()
+    say(f"{len(chats)} chats, {tokens} tokens of answers")
+    writing.save(chats, file)
+    return chats
+
+
+def _vocabulary(corpus: Corpus, target: Target, options: Options) -> Vocabulary:
+    """The most frequent tokens of the answers, by number; Medusa's heads guess all of them."""
+    size = len(target.rows)
+    counts = torch.bincount(corpus.tokens[corpus.answers], minlength=size)
+    if options.method == "medusa" or options.vocab >= size:
+        ids = torch.arange(size, device=counts.device)
+    else:
+        ids = counts.argsort(descending=True, stable=True)[: options.vocab].sort().values
+    number = torch.full((size,), -1, device=ids.device)
+    number[ids] = torch.arange(len(ids), device=ids.device)
+    return Vocabulary(target.rows[ids], ids, number)
+
+
+def _head(corpus: Corpus, target: Target, options: Options) -> tuple[torch.nn.Module, Trained]:
+    c = target.config
+    if options.method == "medusa":
+        heads = MedusaHeads(c.hidden_size, options.steps, 1)
+        return heads, TrainedMedusa(heads)
+    rope = getattr(c, "rope_parameters", None) or {}
+    head = EagleHead(
+        EagleConfig(
+            hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size,
+            num_heads=c.num_attention_heads,
+            num_kv_heads=c.num_key_value_heads,
+            head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+            rope_theta=float(rope.get("rope_theta", 10_000.0)),
+            eps=float(getattr(c, "rms_norm_eps", 1e-6)),
+            taps=options.taps,
+            third=True,
+            draft_vocab=options.vocab,
+        )
+    )
+    _begin(head, corpus)
+    return head, TrainedEagle(head, target.embedding, WINDOW)
+
+
+@torch.no_grad()
+def _begin(head: EagleHead, corpus: Corpus) -> None:
+    """Where it starts: what it guesses first is the state that it was given, as loud as those are
+    that the output matrix is used to."""
+    for name, parameter in head.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.mul_(0.1)
+    width = head.config.hidden_size
+    head.fc.weight[:, -width:] += torch.eye(width)
+    some = corpus.finals[:100_000].float()
+    head.norm.weight.fill_(some.square().mean().sqrt().item())
+
+
+def _write(
+    module: torch.nn.Module, vocabulary: Vocabulary, target: Target, options: Options
+) -> None:
+    if isinstance(module, MedusaHeads):
+        config: dict[str, Any] = {
+            "architectures": ["MedusaModel"],
+            "medusa_num_heads": options.steps,
+            "medusa_num_layers": 1,
+        }
+        tensors = module.saved()
+    else:
+        assert isinstance(module, EagleHead)
+        config, tensors = module.config.as_json(), dict(module.state_dict())
+        ids = vocabulary.ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = vocabulary.number.cpu() >= 0
+    write_head(options.out, {**config, "target": target.name}, narrowed(tensors))
+
+
+def _by_kind(chats: Sequence[writing.Chat]) -> Iterator[tuple[str, list[writing.Chat]]]:
+    for kind in ("text", "image"):
+        if part := [chat for chat in chats if chat.kind == kind]:
+            yield kind, part

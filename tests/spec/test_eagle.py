@@ -1,0 +1,175 @@
+"""EAGLE's head in its two public layouts, and the drafter around it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmserve.spec.drafter import Wanted
+from mmserve.spec.eagle import EagleHead, load_eagle
+from mmserve.spec.eagle_drafter import EagleDrafter
+from mmserve.spec.head_files import HeadError, read_head, write_head
+from mmserve.train_drafter.corpus import Batch
+from mmserve.train_drafter.unroll import TrainedEagle
+from tests.spec.heads import HIDDEN, VOCAB, context, parts, random_eagle, saved_eagle, told
+
+PARTS = parts()
+
+
+def features(count: int, head: EagleHead, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, HIDDEN * len(head.config.taps), generator=generator)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (count,), generator=generator).tolist()
+
+
+def dense(head: EagleHead, known: list[int], states: Tensor, length: int, window: int) -> list[int]:
+    """The chain behind `known`, from scratch for every token: each state by a whole pass over what
+    is known, and the guesses so far, as if they were."""
+    embedding = PARTS.embed(torch.arange(VOCAB))
+    chain: list[int] = []
+    for step in range(length):
+        ids = torch.tensor([[*known, *chain, 0]])
+        padded = torch.zeros(1, ids.shape[1], states.shape[1])
+        padded[0, : len(states)] = states
+        batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), padded, padded[..., :HIDDEN])
+        trained = TrainedEagle(head, embedding, window)
+        found = trained.states(batch, step + 1)[step][0, len(known) - 2]
+        best = PARTS.logits(found).argmax(-1)
+        chain.append(int(head.named(best)))
+    return chain
+
+
+@pytest.mark.parametrize("third", [False, True])
+def test_a_public_checkpoint_is_loaded_whole(tmp_path: Path, third: bool) -> None:
+    further = {"embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}
+    if third:
+        further["lm_head.weight"] = torch.randn(20, HIDDEN)
+    head = saved_eagle(tmp_path, third, **further)
+    assert head.config.third is third
+    assert head.config.taps == ((1, 3, 4) if third else (-1,))
+    numbers = torch.arange(20)
+    assert head.named(numbers).tolist() == (list(range(3, 43, 2)) if third else list(range(20)))
+    state = torch.randn(2, HIDDEN)
+    if third:
+        want = torch.nn.functional.rms_norm(state, (HIDDEN,), head.norm.weight, 1e-5)
+        assert torch.allclose(head.scores(state), want @ further["lm_head.weight"].T, atol=1e-5)
+    else:
+        assert torch.equal(head.scores(state), PARTS.logits(state))
+
+
+def test_without_a_matrix_of_its_own_the_models_rows_are_scored(tmp_path: Path) -> None:
+    head = saved_eagle(tmp_path, third=True)
+    state = torch.randn(3, HIDDEN)
+    normed = head.norm(state)
+    assert head.ids is not None
+    assert torch.allclose(head.scores(state), PARTS.logits(normed)[:, head.ids], atol=1e-5)
+
+
+def test_a_head_of_another_model_or_of_another_layout_is_refused(tmp_path: Path) -> None:
+    saved_eagle(tmp_path, third=True)
+    wider = dataclasses.replace(PARTS, hidden_size=64)
+    with pytest.raises(HeadError, match="hidden size is 32, the model's 64"):
+        load_eagle(read_head(tmp_path), wider)
+    file = read_head(tmp_path)
+    with pytest.raises(HeadError, match="guesses tokens that are not there"):
+        load_eagle(file, dataclasses.replace(PARTS, vocab_size=30))
+    del file.tensors["fc.weight"]
+    with pytest.raises(HeadError, match=r"has no fc\.weight"):
+        load_eagle(file, PARTS)
+    two = saved_eagle(tmp_path / "two", third=False)
+    extra = {"layers.1.mlp.up_proj.weight": torch.zeros(2, 2)}
+    write_head(tmp_path / "two", two.config.as_json(), {**file.tensors, **extra})
+    with pytest.raises(HeadError):
+        load_eagle(read_head(tmp_path / "two"), PARTS)
+
+
+@pytest.mark.parametrize("third", [False, True])
+@settings(max_examples=15)
+@given(st.integers(2, 40), st.integers(1, 5), st.integers(5, 12), st.data())
+def test_chains_are_those_of_a_whole_pass_however_the_text_came(
+    third: bool, count: int, length: int, window: int, data: st.DataObject
+) -> None:
+    head = _scoring(random_eagle(third).requires_grad_(False))
+    drafter = EagleDrafter(head, PARTS, window)
+    known, states = tokens(count), features(count - 1, head)
+    who, at = context("a", known[:1]), 0
+    while at < count - 1:
+        end = data.draw(st.integers(at + 1, count - 1))
+        who = context("a", known[: end + 1])
+        drafter.landed(who, told(at, states[at:end]))
+        at = end
+        if data.draw(st.booleans()):  # guesses in between leave nothing behind
+            drafter.propose([Wanted(who, 3)])
+    (draft,) = drafter.propose([Wanted(who, length)])
+    assert draft is not None
+    assert list(draft.tokens) == dense(head, known, states, length, window)
+
+
+def _scoring(head: EagleHead) -> EagleHead:
+    """With the model's whole vocabulary."""
+    head.score = PARTS.logits
+    return head
+
+
+@pytest.mark.parametrize("third", [False, True])
+def test_company_changes_no_guess(third: bool) -> None:
+    head = _scoring(random_eagle(third).requires_grad_(False))
+    many, wants, alone = EagleDrafter(head, PARTS, 8), [], []
+    for number, count in enumerate((3, 17, 9, 30)):
+        who, states = context(str(number), tokens(count, number)), features(count - 1, head, number)
+        many.landed(who, told(0, states))
+        wants.append(Wanted(who, 4))
+        lonely = EagleDrafter(head, PARTS, 8)
+        lonely.landed(who, told(0, states))
+        alone += lonely.propose([Wanted(who, 4)])
+    assert many.propose(wants) == alone
+
+
+def test_what_came_from_a_cache_is_done_without() -> None:
+    head = _scoring(random_eagle(True).requires_grad_(False))
+    known, states = tokens(20), features(19, head)
+    late, short = EagleDrafter(head, PARTS, 64), EagleDrafter(head, PARTS, 7)
+    who = context("a", known)
+    late.landed(who, told(12, states[12:]))
+    short.landed(who, told(0, states))
+    assert late.propose([Wanted(who, 1)]) == short.propose([Wanted(who, 1)])
+
+
+def test_nothing_is_guessed_where_the_last_tokens_are_not_known() -> None:
+    head = _scoring(random_eagle(True).requires_grad_(False))
+    drafter = EagleDrafter(head, PARTS, 8)
+    who = context("a", tokens(9))
+    assert drafter.propose([Wanted(who, 3)]) == [None]
+    drafter.landed(who, told(0, features(6, head)))
+    assert drafter.propose([Wanted(who, 3)]) == [None]
+    drafter.landed(who, told(6, features(2, head)))
+    assert drafter.propose([Wanted(who, 0)]) == [None]
+    (draft,) = drafter.propose([Wanted(who, 3)])
+    assert draft is not None and len(draft) == 3
+    assert drafter.propose([Wanted(who, 3)]) == [draft]
+
+
+def test_an_ended_sequence_leaves_its_ring_to_the_next() -> None:
+    head = _scoring(random_eagle(True).requires_grad_(False))
+    used, fresh = EagleDrafter(head, PARTS, 8), EagleDrafter(head, PARTS, 8)
+    for number in range(12):  # more than there are rings, had they not been given back
+        old = context(str(number), tokens(30, number))
+        used.landed(old, told(0, features(29, head, number)))
+        used.propose([Wanted(old, 5)])
+        used.end(old)
+        used.end(old)  # nothing is known of it by now
+    assert len(used._kv.keys) <= 5
+    who, states = context("new", tokens(4)), features(3, head)
+    for drafter in (used, fresh):
+        drafter.landed(who, told(0, states))
+    assert used.propose([Wanted(who, 4)]) == fresh.propose([Wanted(who, 4)])
