@@ -71,12 +71,12 @@ class Collector:
                 answers.append(torch.tensor(row.answers))
             done += len(part)
             told(done)
-        lengths = torch.tensor([0, *map(len, tokens)])
+        lengths, read = torch.tensor([0, *map(len, tokens)]), torch.cat(features)
         return Corpus(
             torch.cat(tokens).to(self._device),
             torch.cat(answers).to(self._device),
-            torch.cat(features),
-            torch.cat(finals),
+            read,
+            read if self._taps == (FINAL,) else torch.cat(finals),
             lengths.cumsum(0),
         )
 

@@ -91,8 +91,7 @@ def train_on(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     taps = options.taps if options.method == "eagle" else (FINAL,)
     collector = Collector(loaded, taps, dtype, options.row)
-    kept = [c for i, c in enumerate(chats) if i % HELD_OUT]
-    held = [c for i, c in enumerate(chats) if i % HELD_OUT == 0]
+    kept, held = _split(chats)
     if not kept:
         raise ValueError(f"{len(chats)} chats are too few to train on")
     say(f"the model reads {len(kept)} chats")
@@ -239,6 +238,13 @@ def _write(
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = vocabulary.number.cpu() >= 0
     write_head(options.out, {**config, "target": target.name}, narrowed(tensors))
+
+
+def _split(chats: Sequence[writing.Chat]) -> tuple[list[writing.Chat], list[writing.Chat]]:
+    """What is trained on, and what is held out: as many of either kind."""
+    held = [chat for _, part in _by_kind(chats) for chat in part[::HELD_OUT]]
+    out = set(map(id, held))
+    return [chat for chat in chats if id(chat) not in out], held
 
 
 def _by_kind(chats: Sequence[writing.Chat]) -> Iterator[tuple[str, list[writing.Chat]]]:

@@ -42,7 +42,7 @@ def counting_model() -> Any:
 @pytest.fixture(scope="module")
 def chats() -> list[Chat]:
     config = tiny_config(text_pages=400, max_num_seqs=16)
-    return list(Writer(Engine(config, counting_model()), 1, 32, images=True).write(3000, math.inf))
+    return list(Writer(Engine(config, counting_model()), 1, 32, images=True).write(1200, math.inf))
 
 
 def options(folder: Path, method: str, **changes: Any) -> Options:
@@ -53,8 +53,8 @@ def options(folder: Path, method: str, **changes: Any) -> Options:
         minutes=60,
         vocab=200,
         steps=2,
-        updates=60,
-        rate=3e-3,
+        updates=40,
+        rate=5e-3,
         batch_tokens=2048,
         row=256,
     )
