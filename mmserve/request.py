@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,25 @@ class Constraint:
     text: str
     lenient: bool = False
     param: str | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class BeamParams:
+    """Several answers are followed at once, and the `count` best are returned.
+
+    `width` of them, in `groups` of equal size that keep away from each other's tokens: what other
+    groups have chosen in the same place costs `diversity_penalty` a time, in natural logarithms of
+    probability. A whole answer counts as its log-probability / length ** `length_penalty`.
+    `early_stopping`: True: the search ends with `width` whole answers; False: when the best of the
+    others is not better as it is; "never": when it cannot become better.
+    """
+
+    width: int
+    count: int = 1
+    groups: int = 1
+    diversity_penalty: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; n: the chosen token's and the n best
     constraint: Constraint | None = None
+    beams: BeamParams | None = None  # None: one answer, token by token
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +178,7 @@ class Usage:
     dropped_tokens: int = 0  # text tokens, prompt and output, that a streaming request left behind
     dropped_images: int = 0  # places of images, likewise
     vision_mode: str | None = None  # named where it makes the answer approximate
+    beam_kv_saved: float | None = None  # of a beam search: see `Beams.saving`
 
 
 @dataclass(frozen=True)
@@ -171,8 +192,22 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """One of several answers. `score`: a beam's log-probability by its length."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+    score: float
+
+
+@dataclass(frozen=True)
 class TokenEvent:
-    """What one step made for one request. The last event has a finish reason, usage, timings."""
+    """What one step made for one request. The last event has a finish reason, usage, timings.
+
+    `choices`: of a beam search, best first, in its last event, whose own text is the first's.
+    """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -182,6 +217,7 @@ class TokenEvent:
     usage: Usage | None = None
     timings: Timings | None = None
     error: str | None = None
+    choices: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,12 @@ class VisionIndex:
         self.stats.hits += 1
         return entry.pages
 
+    def retain(self, digest: bytes) -> None:
+        """Adds a reference to what somebody holds already; not a use of its own."""
+        entry = self._entries[digest]
+        assert entry.references > 0, "an image that nobody holds cannot be retained"
+        entry.references += 1
+
     def reserve(self, digest: bytes, num_tokens: int) -> list[int]:
         """Pages for an absent image, one reference, to be written and then marked ready.
 

@@ -25,9 +25,11 @@ from mmserve.engine.figures import Figures, describe
 from mmserve.engine.grammar import Grammars, Matcher
 from mmserve.engine.image_kv import ImageKV
 from mmserve.engine.kv_transfer import KVTransfer, Placed, identity_of
-from mmserve.engine.live import Live
+from mmserve.engine.live import Live, Row
+from mmserve.engine.live_beams import LiveBeams
 from mmserve.engine.meter import board_meter, step_work
 from mmserve.engine.model_runner import ModelRunner, build_runner
+from mmserve.engine.page_copy import copy_pages
 from mmserve.engine.sampler import Drawn, Sampler
 from mmserve.held_image import ABSENT
 from mmserve.kvfile.file import KVFile, write_file
@@ -35,6 +37,7 @@ from mmserve.kvfile.header import KVFileError, KVHeader, KVMismatchError
 from mmserve.metrics import Metrics
 from mmserve.model.weights import Loaded
 from mmserve.request import FinishReason, ImageInput, ImageSegment, Request, TokenEvent
+from mmserve.scheduler.admission import beam_limit
 from mmserve.scheduler.batch import Batch, ContextImage, ImageJob
 from mmserve.scheduler.scheduler import Scheduler
 from mmserve.sequence import Sequence
@@ -55,7 +58,7 @@ class Flight(NamedTuple):
     """A launched step. `live`: whose tokens `drawn` has, by row; `started`: `time.monotonic`."""
 
     batch: Batch
-    live: list[Live]
+    live: list[Row]
     drawn: Drawn
     started: float
 
@@ -125,10 +128,17 @@ class Engine:
             self.runner.touch(image.digest)
         if not self._live:
             self.energy.idle()
-        self._live[request.id] = Live(seq, self.tokenizer, matcher)
+        self._live[request.id] = self._begin(seq, matcher)
         if self.tiers is None or not self.tiers.ask(seq):
             self.scheduler.add(seq)
         self.metrics.prompt_tokens.inc(seq.length)
+
+    def _begin(self, seq: Sequence, matcher: Matcher | None) -> Live:
+        if seq.request.params.beams is None or seq.request.prefill_only:
+            return Live(seq, self.tokenizer, matcher)
+        seq.bound(beam_limit(self.scheduler.holdings, seq.request, seq.num_prompt_tokens))
+        sizes = [pool.shape.page_bytes for pool in self.runner.text]
+        return LiveBeams(seq, self.tokenizer, matcher, self.scheduler.beams, sizes)
 
     def abort(self, request_id: str) -> None:
         """End a request now; unknown or ended ids are ignored."""
@@ -293,6 +303,7 @@ class Engine:
                     self._see(context.placed.key, context.placed.image)
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         previous = self._flight.drawn.tokens if self._flight else None
+        copy_pages(self.runner.text, [copy for chunk in batch.chunks for copy in chunk.copies])
         logits = self.runner.run(batch, previous)
         self.runner.trim()
         self.metrics.vision_kv_writes.inc(sum(len(chunk.images) for chunk in batch.chunks))
@@ -303,13 +314,12 @@ class Engine:
             self._finish(self._live[seq.id], FinishReason.STOP)
         if logits is None:
             return Flight(batch, [], Drawn.nothing(self.runner.device), started)
-        rows = [self._live[chunk.seq.id] for chunk in logits.chunks]
+        rows = [self._live[chunk.seq.id].row(chunk.seq) for chunk in logits.chunks]
         if any(live.matcher and live.seq.num_pending for live in rows):
             self._land()  # a grammar has to see a token before it can say what follows
         drawn = self._sampler.begin(logits.values, [live.sampling for live in rows], previous)
         for row, live in enumerate(rows):
-            if not live.seq.finished:
-                live.seq.append_pending(row)
+            live.launched(row)
         return Flight(batch, rows, drawn, started)
 
     def _land(self) -> None:
@@ -328,8 +338,8 @@ class Engine:
             event = live.push(token, now)
             self._outbox.append((live.request.id, event))
             if event.finish_reason is not None:
-                self._retire(live)
-            elif live.seq.outgrown:
+                self._retire(self._live[live.request.id])
+            elif isinstance(live, Live) and live.seq.outgrown:
                 live.keep_counts()
                 live.sampling.forget(self.scheduler.cut(live.seq))
         self.metrics.generation_tokens.inc(len(landed))

@@ -13,10 +13,11 @@ from functools import partial
 
 from mmserve.engine.kv_lift import Lifted
 from mmserve.engine.kv_tiers import KVTiers
-from mmserve.engine.live import Live
+from mmserve.engine.live import Live, Row
 from mmserve.metrics import Metrics
 from mmserve.scheduler.batch import Batch
-from mmserve.scheduler.scheduler import Counts, Scheduler
+from mmserve.scheduler.counts import Counts
+from mmserve.scheduler.scheduler import Scheduler
 from mmserve.tiers.stack import TIERS
 
 RECENT = 1000  # requests
@@ -37,7 +38,7 @@ class Figures:
         self._landed_at = 0.0
         self._observed_at = 0.0
 
-    def observe_token(self, live: Live, now: float) -> None:
+    def observe_token(self, live: Row, now: float) -> None:
         """A token has landed, and the request's clock does not know it yet."""
         before = live.clock.last_token
         if before is None:

@@ -100,6 +100,10 @@ class Matcher:
         self.inner = inner
         self.mask_words = -(-vocab_size // 32)  # of 32 bits
 
+    def copy(self) -> Matcher:
+        """Another that is as far."""
+        return Matcher(self.inner.deep_copy(), 32 * self.mask_words)
+
     def accept(self, token_id: int) -> str | None:
         """Go on by a token; why the answer cannot go on, where it cannot."""
         # One that failed while it made a mask takes the end-of-turn token without complaint.

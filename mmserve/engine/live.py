@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from mmserve.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from mmserve.engine.grammar import Matcher
@@ -43,6 +44,23 @@ class Clock:
         )
 
 
+class Row(Protocol):
+    """What a step chooses a token for."""
+
+    @property
+    def request(self) -> Request: ...
+    @property
+    def seq(self) -> Sequence: ...
+    @property
+    def matcher(self) -> Matcher | None: ...
+    @property
+    def sampling(self) -> SamplingState: ...
+    @property
+    def clock(self) -> Clock: ...
+    def launched(self, row: int) -> None: ...
+    def push(self, sampled: SampledToken, now: float) -> TokenEvent: ...
+
+
 @dataclass
 class Live:
     """A request in the engine. `matcher`: of a constrained one."""
@@ -68,6 +86,15 @@ class Live:
     @property
     def request(self) -> Request:
         return self.seq.request
+
+    def row(self, seq: Sequence) -> Row:
+        """What a step makes of one of the request's sequences, which is its only one."""
+        return self
+
+    def launched(self, row: int) -> None:
+        """The next token is number `row` of those that a step chooses."""
+        if not self.seq.finished:
+            self.seq.append_pending(row)
 
     def push(self, sampled: SampledToken, now: float) -> TokenEvent:
         """Take the token that landed `now`; the event has a finish reason if it is the last."""

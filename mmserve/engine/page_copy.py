@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmserve.cache.kv_pool import KVPool
 from mmserve.engine.transfer import upload
+from mmserve.scheduler.batch import PageCopy
 
 
 def gather(pool: KVPool, pages: Sequence[int], out: Tensor | None = None) -> Tensor:
@@ -27,6 +28,15 @@ def scatter(pool: KVPool, pages: Sequence[int], tensor: Tensor) -> None:
     """Writes what `gather` gave into these pages."""
     index = upload(pages, torch.long, pool.shape.device)
     _wide(pool.tensor).index_copy_(3, index, _wide(tensor.to(pool.shape.device)))
+
+
+def copy_pages(pools: Sequence[KVPool], copies: Sequence[PageCopy]) -> None:
+    """Makes copies inside of pools, which are by layer group."""
+    for g, pool in enumerate(pools):
+        mine = [copy for copy in copies if copy.group == g]
+        if mine:
+            sources = gather(pool, [copy.source for copy in mine])
+            scatter(pool, [copy.target for copy in mine], sources)
 
 
 def _wide(tensor: Tensor) -> Tensor:

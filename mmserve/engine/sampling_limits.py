@@ -5,12 +5,16 @@ Owns the limits and the words of refusals. Knows nothing of logits.
 
 from __future__ import annotations
 
+import math
+
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024  # characters; looking for one costs its length at every token
 MAX_LOGPROBS = 20
+MAX_BEAMS = 16
+MAX_BEAM_STOPS = 16  # tokens; so many times more continuations have to be looked at
 
 
 def validate(params: SamplingParams, vocab_size: int) -> None:
@@ -43,6 +47,7 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
         if not good:
             raise RequestError(f"{name} is {value}; it must be {limit}", param=name)
     _validate_stop(p)
+    _validate_beams(p)
     for token in p.stop_token_ids:
         if not 0 <= token < vocab_size:
             raise RequestError(
@@ -69,3 +74,52 @@ def _validate_stop(params: SamplingParams) -> None:
                 f"stop has a string of {len(stop)} characters; 1 to {MAX_STOP_LENGTH} are allowed",
                 param="stop",
             )
+
+
+def _validate_beams(params: SamplingParams) -> None:
+    """Beam search follows the likeliest answers: what draws, or says that others are likelier, has
+    no meaning beside it; and where a stop string ends is not known before beams are chosen."""
+    p, beams = params, params.beams
+    if beams is None:
+        return
+    width, groups, penalty = beams.width, beams.groups, beams.diversity_penalty
+    limits = [
+        ("best_of", 1 <= width <= MAX_BEAMS, width, f"between 1 and {MAX_BEAMS} beams"),
+        ("n", 1 <= beams.count <= width, beams.count, f"between 1 and the {width} beams"),
+        (
+            "num_beam_groups",
+            groups >= 1 and width % groups == 0,
+            groups,
+            f"a divisor of the {width} beams",
+        ),
+        (
+            "diversity_penalty",
+            0 <= penalty <= 100 and (not penalty or groups > 1),
+            penalty,
+            "between 0 and 100, and 0 where all beams are one group",
+        ),
+        (
+            "length_penalty",
+            math.isfinite(beams.length_penalty) and abs(beams.length_penalty) <= 10,
+            beams.length_penalty,
+            "between -10 and 10",
+        ),
+        ("temperature", p.temperature == 0, p.temperature, "0"),
+        ("top_p", p.top_p == 1, p.top_p, "1"),
+        ("top_k", p.top_k == 0, p.top_k, "0"),
+        ("min_p", p.min_p == 0, p.min_p, "0"),
+        ("repetition_penalty", p.repetition_penalty == 1, p.repetition_penalty, "1"),
+        ("presence_penalty", p.presence_penalty == 0, p.presence_penalty, "0"),
+        ("frequency_penalty", p.frequency_penalty == 0, p.frequency_penalty, "0"),
+        ("logit_bias", not p.logit_bias, p.logit_bias, "empty"),
+        ("stop", not p.stop, list(p.stop), "empty; stop_token_ids may be used"),
+        (
+            "stop_token_ids",
+            len(p.stop_token_ids) <= MAX_BEAM_STOPS,
+            p.stop_token_ids,
+            f"at most {MAX_BEAM_STOPS}",
+        ),
+    ]
+    for name, good, value, limit in limits:
+        if not good:
+            raise RequestError(f"{name} is {value}; with beam search it is {limit}", param=name)

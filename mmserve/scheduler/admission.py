@@ -6,11 +6,15 @@ queues, or of who runs now.
 
 from __future__ import annotations
 
+import sys
+
 from mmserve.errors import ContextLengthExceededError, RequestError
 from mmserve.request import ImageSegment, Request
 from mmserve.scheduler.holdings import Holdings
 
-STREAMING = "session_policy"  # the field that a client asks for it by
+# The fields that a client asks by.
+STREAMING = "session_policy"
+BEAMS = "best_of"
 
 
 def check_context(request: Request, num_prompt: int, num_image: int, max_model_len: int) -> None:
@@ -33,6 +37,42 @@ def check_text(holdings: Holdings, num_prompt: int) -> None:
                 f"The prompt has {num_prompt} text tokens; the text KV pool"
                 f"{_of_group(holdings, group)} holds {limit}."
             )
+
+
+def check_beams(holdings: Holdings, request: Request, num_prompt: int, max_num_seqs: int) -> None:
+    """Raises ContextLengthExceededError where a pool cannot hold a token of every beam, and
+    RequestError for what beams cannot be."""
+    beams = request.params.beams
+    if beams is None or request.prefill_only:
+        return
+    if beams.width > max_num_seqs:
+        raise RequestError(
+            f"{beams.width} beams are asked for; {max_num_seqs} sequences run at once here.",
+            param=BEAMS,
+        )
+    if request.streaming is not None:
+        raise RequestError(
+            "What is answered by beam search cannot outgrow its context.", param=STREAMING
+        )
+    limit = beam_limit(holdings, request, num_prompt)
+    if num_prompt + 1 > limit:
+        raise ContextLengthExceededError(
+            f"The prompt has {num_prompt} text tokens; with {beams.width} beams behind it the text "
+            f"KV pool holds {limit}."
+        )
+
+
+def beam_limit(holdings: Holdings, request: Request, num_prompt: int) -> int:
+    """Text tokens that each beam may come to, if they share only the prompt's whole pages."""
+    beams, size = request.params.beams, holdings.page_size
+    assert beams is not None
+    shared = num_prompt // size
+    limits = [sys.maxsize]
+    for group in holdings.text_groups:
+        pages, needed = holdings.text[group].num_pages, holdings.window_pages(group)
+        if needed is None or beams.width * needed > pages:
+            limits.append(size * (shared + (pages - shared) // beams.width))
+    return min(limits)
 
 
 def check_images(

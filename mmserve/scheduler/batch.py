@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mmserve.request import ImageInput
 from mmserve.sequence import PlacedImage, Sequence
@@ -38,16 +39,25 @@ class ContextImage:
     writes: tuple[bool, ...]
 
 
+class PageCopy(NamedTuple):
+    """Text page `source` of a layer group is to be copied to page `target`."""
+
+    group: int
+    source: int
+    target: int
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Text tokens [start, start + count) of a sequence and some of its images; `samples`: the last
-    token has a successor to be chosen."""
+    token has a successor to be chosen. `copies` are made before anything is written."""
 
     seq: Sequence
     start: int
     count: int
     samples: bool
     images: tuple[ContextImage, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
 
     @property
     def num_rows(self) -> int:

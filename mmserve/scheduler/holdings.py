@@ -25,6 +25,7 @@ from mmserve.cache.page_pool import PagePool
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.radix_node import HOLE, Needs
 from mmserve.cache.vision_index import EntryState, VisionIndex
+from mmserve.scheduler.batch import PageCopy
 from mmserve.scheduler.marks import settle
 from mmserve.sequence import PlacedImage
 from mmserve.sequence import Sequence as Seq
@@ -52,6 +53,7 @@ class Holdings:
         self.radix = radix
         self.page_size = page_size
         self.most_rows = most_rows
+        self.changes = 0  # how often something has come back or become findable
         self.text_groups = [g for g, group in enumerate(groups) if group.text]
         self.image_groups = [g for g, group in enumerate(groups) if group.images]
         self._windows = [(g, x.window) for g, x in enumerate(groups) if x.window is not None]
@@ -79,6 +81,13 @@ class Holdings:
             return 0
         pages = self.text[group].num_pages - self.pages_for(window - 1) - 1
         return max(pages, 0) * self.page_size
+
+    def window_pages(self, group: int) -> int | None:
+        """Text pages that one sequence has at most in a group, however long it is; None: any."""
+        window = self.groups[group].window
+        if window is None or self.most_rows is None:
+            return None
+        return self.pages_for(window - 1) + self.pages_for(self.most_rows) + 1
 
     def longest_step(self, start: int, wanted: int) -> int:
         """Text tokens from `start`, at most `wanted`, that a sequence alone finds pages for, where
@@ -156,10 +165,10 @@ class Holdings:
         if not all(v.can_acquire(s) for v, s in zip(self.vision, sizes, strict=True)):
             return None
         for g in self.text_groups:
-            self.text[g].retain(_held(tables[g]))
+            self.text[g].retain(held_pages(tables[g]))
         if not all(self._has_room(g, seq, start) for g in self.text_groups):
             for g in self.text_groups:
-                self.text[g].release(_held(tables[g]))
+                self.text[g].release(held_pages(tables[g]))
             return None
         missing: set[bytes] = set()
         for placed in seq.images:
@@ -230,30 +239,49 @@ class Holdings:
         """Text pages of a group that only the prefix cache holds. Walks it."""
         return self._evictable(group) if self.groups[group].text else 0
 
-    def grow(self, seq: Seq, tokens: int) -> bool:
-        """Pages for so many text tokens; False, and none is taken: somebody has to give way."""
+    def grow(self, seq: Seq, tokens: int) -> tuple[PageCopy, ...] | None:
+        """Pages for so many text tokens, all that are to be written its own; which of them have to
+        be copied. None, and none is taken: somebody has to give way."""
         need = self.pages_for(tokens) - len(seq.tables[self.text_groups[0]])
-        if need <= 0:
-            return True
+        shared = self._shared_page(seq)
+        if need <= 0 and shared is None:
+            return ()
+        need = max(need, 0) + (shared is not None)
         for number, g in enumerate(self.text_groups):
             pool = self.text[g]
             while need > pool.num_free:
                 if not self.radix or not self.radix.evict(number, need - pool.num_free):
-                    return False
+                    return None
+        copies = []
         for g in self.text_groups:
-            seq.tables[g].extend(self.text[g].allocate(need))
-        return True
+            pages = self.text[g].allocate(need)
+            if shared is not None:
+                old, new, *pages = seq.tables[g][shared], *pages
+                seq.tables[g] = [*seq.tables[g][:shared], new]  # another list: it is not the same
+                self.text[g].release([old])
+                copies.append(PageCopy(g, old, new))
+            seq.tables[g].extend(pages)
+        return tuple(copies)
+
+    def _shared_page(self, seq: Seq) -> int | None:
+        """The number of its last page, where its next token is written and others read it. (The
+        prefix cache holds whole pages, so it is none of them.)"""
+        page, inside = divmod(seq.num_computed_tokens, self.page_size)
+        g = self.text_groups[0]
+        if not inside or self.text[g].ref_count(seq.tables[g][page]) == 1:
+            return None
+        assert len(seq.tables[g]) == page + 1, "a sequence that shares its end has grown"
+        return page
 
     # -- giving back ----------------------------------------------------------------------------
 
-    def pass_by(self, seq: Seq) -> bool:
+    def pass_by(self, seq: Seq) -> None:
         """Give back what neither a row still to be computed reads nor one from the last page border
-        of known tokens; whether there was anything."""
+        of known tokens."""
         known = min(seq.num_computed_tokens, seq.num_tokens - seq.num_pending)
         row = self._next_row(seq, known - known % self.page_size)
         if _sees_all(seq, sum(row)):
             row = self._next_row(seq, known)
-        gave = False
         for g, window in self._windows:
             table = seq.tables[g]
             end = min(seq.window_start(*row, window)[0] // self.page_size, len(table))
@@ -263,7 +291,7 @@ class Holdings:
             if first < end:
                 self.text[g].release(table[first:end])
                 table[first:end] = [HOLE] * (end - first)
-                gave = True
+                self.changes += 1
             for placed in seq.images:
                 if not placed.pages or not placed.pages[g] or self._sees(g, seq, sum(row), placed):
                     continue
@@ -271,14 +299,17 @@ class Holdings:
                     continue  # it is still to be encoded, and then written in every group
                 self.vision[g].release(placed.key)
                 placed.pages[g] = []
-                gave = True
-        return gave
+                self.changes += 1
 
     def give_back(self, seq: Seq) -> None:
         """Everything. Whole pages of text stay findable until evicted."""
         self.cache_prefix(seq)
+        self.drop(seq)
+
+    def drop(self, seq: Seq) -> None:
+        """Everything, and nobody is to look for it."""
         for g in self.text_groups:
-            self.text[g].release(_held(seq.tables[g]))
+            self.text[g].release(held_pages(seq.tables[g]))
         for placed in seq.images:
             for g in self.image_groups:
                 if placed.pages and placed.pages[g]:
@@ -286,15 +317,16 @@ class Holdings:
             placed.pages = None
         seq.tables = [[] for _ in self.groups]
         seq.num_computed_tokens = 0
+        self.changes += 1
 
-    def cache_prefix(self, seq: Seq) -> bool:
+    def cache_prefix(self, seq: Seq) -> None:
         """Make the sequence's whole pages of known, computed tokens findable by later ones."""
         full = seq.num_computed_tokens // self.page_size
         if not self.radix or not full:
-            return False
+            return
         pages = [seq.tables[g][:full] for g in self.text_groups]
         self.radix.insert(seq.keys[: full * self.page_size], pages)
-        return True
+        self.changes += 1
 
     # -- images ---------------------------------------------------------------------------------
 
@@ -343,7 +375,7 @@ class Holdings:
             held: dict[int, int] = {}
             cached = g in self.text_groups and self.radix is not None
             stored = self.radix.pages(self.text_groups.index(g)) if self.radix and cached else []
-            for page in [*stored, *(p for seq in running for p in _held(seq.tables[g]))]:
+            for page in [*stored, *(p for seq in running for p in held_pages(seq.tables[g]))]:
                 held[page] = held.get(page, 0) + 1
             for page in range(self.text[g].num_pages):
                 assert self.text[g].ref_count(page) == held.get(page, 0), page
@@ -355,5 +387,6 @@ def _sees_all(seq: Seq, position: int) -> bool:
     return seq.whole_prompt and bool(seq.images) and position < prompt
 
 
-def _held(pages: Iterable[int]) -> list[int]:
+def held_pages(pages: Iterable[int]) -> list[int]:
+    """Those that a window has not passed."""
     return [page for page in pages if page != HOLE]

@@ -24,7 +24,6 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Seqs
-from dataclasses import dataclass
 
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.cache.page_pool import PagePool
@@ -33,24 +32,15 @@ from mmserve.cache.vision_index import VisionIndex
 from mmserve.config import SchedulerConfig
 from mmserve.request import Request
 from mmserve.scheduler import admission
-from mmserve.scheduler.batch import Batch, Chunk, ContextImage, ImageJob
+from mmserve.scheduler.batch import Batch, Chunk, ContextImage, ImageJob, PageCopy
+from mmserve.scheduler.beams import Beams
+from mmserve.scheduler.counts import Counts
 from mmserve.scheduler.holdings import Holdings
 from mmserve.sequence import PlacedImage, Sequence, SequenceStatus
 
 
 def _rank(seq: Sequence) -> tuple[bool, float]:
     return seq.request.prefill_only, seq.request.arrival
-
-
-@dataclass
-class Counts:
-    """What happened since the counts were last taken."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0  # text tokens
-    prefix_hits: int = 0  # text tokens
-    image_queries: int = 0  # images
-    image_hits: int = 0  # images
 
 
 class Scheduler:
@@ -92,12 +82,12 @@ class Scheduler:
         self.text, self.vision = self.holdings.text, self.holdings.vision
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.beams = Beams(self.holdings, self.running)
         self._counts = Counts()
         self._budget = 0  # tokens the step being scheduled may still take
         # Looking for a place costs a walk of the prefix cache, and the same sequence is refused
         # again until something has come back.
-        self._changes = 0
-        self._refused: tuple[str, int] | None = None  # the request and `_changes` then
+        self._refused: tuple[str, int] | None = None  # the request and `Holdings.changes` then
         # Brings what a sequence could find back to the pools, before it is looked for there.
         self.lift: Callable[[Sequence], None] = lambda seq: None
 
@@ -113,10 +103,12 @@ class Scheduler:
         marked = admission.check_marked(request, in_context=self.in_context)
         admission.check_context(request, num_prompt, num_image + marked, self.max_model_len)
         admission.check_text(self.holdings, num_prompt)
+        admission.check_beams(self.holdings, request, num_prompt, self.config.max_num_seqs)
         admission.check_images(self.holdings, request, in_context=self.in_context, head=self.head)
 
     def add(self, seq: Sequence) -> None:
         """Queue by rank: a prefill without output waits behind every real turn."""
+        self.beams.add(seq)
         insort(self.waiting, seq, key=_rank)
 
     def cut(self, seq: Sequence) -> int:
@@ -127,9 +119,9 @@ class Scheduler:
         """
         runs = seq.status is SequenceStatus.RUNNING
         if runs:
-            self._give_back(seq)
+            self.holdings.give_back(seq)
         dropped = seq.cut()
-        self._changes += 1
+        self.holdings.changes += 1
         if runs and self.holdings.take(seq) is None:
             seq.status = SequenceStatus.PREEMPTED
             self.running.remove(seq)
@@ -162,7 +154,8 @@ class Scheduler:
         batch = Batch()
         self._budget = self.config.max_num_batched_tokens
         for seq in list(filter(self._outgrows, self.running)):
-            self._requeue(batch, seq)
+            if seq.status is SequenceStatus.RUNNING:  # beams leave together
+                self._requeue(batch, seq)
         for prefill_only in (False, True):
             self._continue(batch, prefill_only)
             self._admit_waiting(batch, prefill_only)
@@ -194,7 +187,7 @@ class Scheduler:
 
     def _seat(self, batch: Batch, seq: Sequence) -> bool:
         """Admit a sequence; a real turn may take the place of a prefill without output."""
-        while len(self.running) >= self.config.max_num_seqs or not self._admit(seq):
+        while self.beams.seats(seq) > self.config.max_num_seqs or not self._admit(seq):
             last = self.running[-1] if self.running else seq
             if seq.request.prefill_only or not last.request.prefill_only:
                 return False
@@ -203,14 +196,14 @@ class Scheduler:
 
     def _admit(self, seq: Sequence) -> bool:
         """Take the sequence's images and cached prefix; False leaves it as it was."""
-        if self._refused == (seq.id, self._changes):
+        if self._refused == (seq.id, self.holdings.changes):
             return False
         if self._outgrows(seq):
-            seq.enter(seq.course.due(seq.position(seq.num_tokens)))
+            seq.enter(self._due(seq))
         self.lift(seq)
         missing = self.holdings.take(seq)
         if missing is None:
-            self._refused = (seq.id, self._changes)
+            self._refused = (seq.id, self.holdings.changes)
             return False
         if seq.status is SequenceStatus.WAITING:
             seq.num_cached_tokens = seq.num_computed_tokens
@@ -237,11 +230,14 @@ class Scheduler:
             if lacking:
                 lacking = self._encode(batch, seq, lacking)
                 end, images = self._in_context(batch, seq, lacking, end)
-        if (end <= start and not images) or not self._ensure_pages(batch, seq, end):
+        if end <= start and not images:
+            return
+        copies = self._ensure_pages(batch, seq, end)
+        if copies is None:
             return
         whole = start < end == len(seq.token_ids)
         samples = whole and not seq.request.prefill_only
-        chunk = Chunk(seq, start, end - start, samples, tuple(images))
+        chunk = Chunk(seq, start, end - start, samples, tuple(images), copies)
         batch.chunks.append(chunk)
         self._budget -= chunk.num_rows
 
@@ -309,14 +305,15 @@ class Scheduler:
 
     # -- pages ----------------------------------------------------------------------------------
 
-    def _ensure_pages(self, batch: Batch, seq: Sequence, tokens: int) -> bool:
+    def _ensure_pages(
+        self, batch: Batch, seq: Sequence, tokens: int
+    ) -> tuple[PageCopy, ...] | None:
         """Give the sequence pages for `tokens` text tokens, preempting later ones if need be."""
-        while not self.holdings.grow(seq, tokens):
-            victim = self.running[-1]
-            self._preempt(batch, victim)
-            if victim is seq:
-                return False
-        return True
+        while (copies := self.holdings.grow(seq, tokens)) is None:
+            self._preempt(batch, self.running[-1])
+            if seq.status is not SequenceStatus.RUNNING:
+                return None
+        return copies
 
     def _preempt(self, batch: Batch, seq: Sequence) -> None:
         self._counts.preemptions += 1
@@ -327,26 +324,27 @@ class Scheduler:
 
         Its computed pages stay findable until evicted.
         """
-        self._give_back(seq)
+        members = self.beams.members(seq)
+        for member in members:
+            self.holdings.give_back(member)
+            member.status = SequenceStatus.PREEMPTED
+            self.running.remove(member)
+        seq = self.beams.gather(seq)
         seq.status = SequenceStatus.PREEMPTED
-        self.running.remove(seq)
         insort(self.waiting, seq, key=_rank)
-        self._budget += sum(c.num_rows for c in batch.chunks if c.seq is seq)
-        batch.chunks = [c for c in batch.chunks if c.seq is not seq]
+        self._budget += sum(c.num_rows for c in batch.chunks if c.seq in members)
+        batch.chunks = [c for c in batch.chunks if c.seq not in members]
         # An image that only this sequence held has lost its pages with the last reference.
         batch.images = [j for j in batch.images if self.holdings.is_reserved(j.key)]
 
-    @staticmethod
-    def _outgrows(seq: Sequence) -> bool:
+    def _outgrows(self, seq: Sequence) -> bool:
         """Whether all of a sequence has to be computed again, under the angles of its length."""
         if seq.course.regimes.trained is None:
             return False
-        due = seq.course.due(seq.position(seq.num_tokens))
-        return due != seq.course.regime and not seq.last_is_pending
+        return self._due(seq) != seq.course.regime and not seq.last_is_pending
 
-    def _give_back(self, seq: Sequence) -> None:
-        self.holdings.give_back(seq)
-        self._changes += 1
+    def _due(self, seq: Sequence) -> int:
+        return seq.course.due(seq.position(seq.num_tokens + self.beams.tail(seq)))
 
     # -- after a step ---------------------------------------------------------------------------
 
@@ -359,9 +357,10 @@ class Scheduler:
         has_windows = self.holdings.has_windows
         # A prefill just ended, or a window is about to lose what others might yet find.
         if chunk.count > 1 and (chunk.samples or has_windows):
-            self._changes += self.holdings.cache_prefix(seq)
+            self.holdings.cache_prefix(seq)
         if has_windows:
-            self._changes += self.holdings.pass_by(seq)
+            self.holdings.pass_by(seq)
+        self.beams.advanced(seq)
 
     def ended_prefills(self) -> list[Sequence]:
         """Prefills without output that have nothing left to compute."""
@@ -378,10 +377,13 @@ class Scheduler:
         """Take a sequence out of either queue and give back everything it holds."""
         seq.drop_pending()
         if seq.status is SequenceStatus.RUNNING:
-            self._give_back(seq)
-            self.running.remove(seq)
+            for member in self.beams.members(seq):
+                self.holdings.give_back(member)
+                self.running.remove(member)
+                member.status = SequenceStatus.FINISHED
         elif seq in self.waiting:
             self.waiting.remove(seq)
+        self.beams.end(seq)
         seq.status = SequenceStatus.FINISHED
 
     def check_invariants(self) -> None:

@@ -1,0 +1,139 @@
+"""A request that is answered by beam search, on its way through the engine.
+
+Owns what joins the search (scores) to the beams (pages) and to text: each beam's place in a
+grammar, and the one event that has all answers. Knows nothing of tensors or queues.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seqs
+from dataclasses import dataclass, replace
+
+from mmserve.engine.beam_search import BeamSearch, Whole
+from mmserve.engine.detokenizer import IncrementalDetokenizer
+from mmserve.engine.grammar import Matcher
+from mmserve.engine.live import Clock, Live
+from mmserve.engine.sampler import SampledToken, SamplingState
+from mmserve.request import Choice, FinishReason, Request, TokenEvent, TokenLogprob, Usage
+from mmserve.scheduler.beams import Beams
+from mmserve.sequence import Sequence
+from mmserve.tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class Beam:
+    """One beam's row of a step; what `Live` is to a request of its own."""
+
+    owner: LiveBeams
+    seq: Sequence
+    matcher: Matcher | None
+    sampling: SamplingState
+
+    @property
+    def request(self) -> Request:
+        return self.seq.request
+
+    @property
+    def clock(self) -> Clock:
+        return self.owner.clock
+
+    def launched(self, row: int) -> None:
+        """Nothing is computed of a beam before it is known which go on."""
+
+    def push(self, sampled: SampledToken, now: float) -> TokenEvent:
+        return self.owner.take(self.seq, sampled, now)
+
+
+class LiveBeams(Live):
+    """`page_bytes` by layer group. A beam that is not its group's any more is not heard."""
+
+    def __init__(
+        self,
+        seq: Sequence,
+        tokenizer: Tokenizer,
+        matcher: Matcher | None,
+        beams: Beams,
+        page_bytes: Seqs[int],
+    ) -> None:
+        super().__init__(seq, tokenizer, matcher)
+        params = self.request.params
+        assert params.beams is not None
+        if matcher is not None:  # one that is complete allows nothing else
+            self._ends |= tokenizer.eos_token_ids
+        limit = seq.token_limit - seq.num_prompt_tokens
+        self._search = BeamSearch(params.beams, self._ends, limit)
+        wanted = max(self._search.num_wanted, params.logprobs or 0)
+        self._asking = replace(params, temperature=0.0, logprobs=wanted)
+        self._beams, self._page_bytes = beams, page_bytes
+        self._matchers = [matcher]  # of each running answer
+        self._found: dict[Sequence, SampledToken] = {}
+        self._spoken = 0  # tokens of the answers, at the end
+        self._saved: float | None = None
+
+    def row(self, seq: Sequence) -> Beam:
+        members = self._beams.members(self.seq)
+        # A root that was there only for its beams to be computed behind is none of them.
+        matcher = self._matchers[members.index(seq)] if seq in members else None
+        state = SamplingState(self._asking, seq.token_ids, seq.num_prompt_tokens, matcher)
+        return Beam(self, seq, matcher, state)
+
+    def take(self, seq: Sequence, sampled: SampledToken, now: float) -> TokenEvent:
+        """What comes next of a beam; once it is known of all, they go on."""
+        members = self._beams.members(self.seq)
+        if seq in members:
+            self._found[seq] = sampled
+        if any(member not in self._found for member in members):
+            return TokenEvent()
+        if self.clock.first_token is None:
+            self.clock.first_token = now
+        self.clock.last_token = now
+        found = [self._found[member] for member in members]
+        self._found = {}
+        picks = self._search.step(found)
+        if not picks:
+            return self._end(now)
+        matchers = []
+        for row, token in picks:
+            matcher = self._matchers[row]
+            matcher = None if matcher is None else matcher.copy()
+            stuck = None if matcher is None else matcher.accept(token)
+            if stuck is not None:
+                return self.end(FinishReason.ERROR, stuck)
+            matchers.append(matcher)
+        self._matchers = matchers
+        self._beams.branch(self.seq, [(members[row], token) for row, token in picks])
+        return TokenEvent()
+
+    def usage(self) -> Usage:
+        spoken, saved = self._spoken, self._saved
+        return replace(super().usage(), completion_tokens=spoken, beam_kv_saved=saved)
+
+    def _end(self, now: float) -> TokenEvent:
+        self._saved = self._beams.saving(self.seq, self._page_bytes)
+        choices = tuple(map(self._choice, self._search.best()))
+        if not choices:
+            return self.end(FinishReason.ERROR, "No answer fits the grammar.")
+        self._spoken = sum(len(choice.token_ids) for choice in choices)
+        best = choices[0]
+        return TokenEvent(
+            text=best.text,
+            token_ids=best.token_ids,
+            logprobs=best.logprobs,
+            finish_reason=best.finish_reason,
+            usage=self.usage(),
+            timings=self.clock.timings(now),
+            choices=choices,
+        )
+
+    def _choice(self, whole: Whole) -> Choice:
+        tokens, wanted = whole.path.tokens(), self.request.params.logprobs
+        ids = tuple(token.token_id for token in tokens)
+        said = ids[:-1] if whole.reason is FinishReason.STOP else ids
+        speech = IncrementalDetokenizer(self.tokenizer)
+        logprobs: list[TokenLogprob] = []
+        for token in tokens if wanted is not None else ():
+            top = tuple(pair for pair in token.top[:wanted] if pair[1] > -math.inf)
+            logprobs += self._logprobs(token._replace(top=top))
+        text = speech.push(said) + speech.flush()
+        return Choice(text, ids, tuple(logprobs), whole.reason, whole.value)
