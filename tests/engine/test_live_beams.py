@@ -168,7 +168,7 @@ def test_answers_are_those_of_a_plain_search(
     width, groups = shape
     beams = BeamParams(width, width, groups, penalty if groups > 1 else 0.0, length, early)
     params = asking(beams, stop_token_ids=STOPS, max_tokens=steps)
-    options = {"prefix_caching": caching, "max_num_batched_tokens": budget}
+    options: dict[str, Any] = {"prefix_caching": caching, "max_num_batched_tokens": budget}
     d = driver(page_size, text_pages=300, vision_pages=100, **options)
     segments = prompt_of(d, (*parts, 3))
     for _ in range(2):  # the second time, prompt and images are known
@@ -265,7 +265,8 @@ def test_aborted_at_any_moment_all_is_given_back(steps: int) -> None:
 def test_what_makes_no_sense_with_beams_is_refused_by_name(
     param: str, beams: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    params = SamplingParams(**{"temperature": 0.0, "beams": BeamParams(**beams)} | options)
+    all_options: dict[str, Any] = {"temperature": 0.0, "beams": BeamParams(**beams)} | options
+    params = SamplingParams(**all_options)
     with pytest.raises(RequestError) as caught:
         validate(params, 264)
     assert caught.value.param == param and param in caught.value.message
