@@ -118,7 +118,8 @@ def train_on(
         options.updates,
         options.seed,
     )
-    state = options.work / f"{options.method}.pt"
+    name = "_".join([options.method, *map(str, taps)])
+    state = options.work / f"{name}.pt"
     training = Training(module, trained, corpus, vocabulary, plan, state)
     if training.resume():
         say(f"going on from update {training.updates}")

@@ -27,8 +27,8 @@ LOWEST = 0.02  # of the rate, at the end
 
 @dataclass(frozen=True)
 class Plan:
-    """`steps`: guesses in a row; `batch_tokens`: with padding; a training ends with `seconds` or
-    `updates`, whichever is first."""
+    """`steps`: guesses in a row; `batch_tokens`: with padding; a training ends `seconds` after it
+    has begun or been gone on with, or with `updates`, whichever is first."""
 
     steps: int
     rate: float
@@ -58,7 +58,8 @@ class Training:
         groups: Any = [{"params": whole}, {"params": rest, "weight_decay": 0.0}]
         self._optimiser = torch.optim.AdamW(groups, plan.rate, (0.9, 0.95), weight_decay=0.01)
         self.updates = 0
-        self._epoch, self._spent = 0, 0.0  # seconds, by those that are continued, too
+        self._epoch = 0
+        self._spent, self._seconds = 0.0, plan.seconds  # with what was spent before, if it goes on
         self._recent: Tensor | None = None
 
     def resume(self) -> bool:
@@ -78,6 +79,7 @@ class Training:
         rounding = torch.autocast("cuda", torch.bfloat16) if half else nullcontext()
         started = kept = time.monotonic()
         before = self._spent
+        self._seconds = before + self._plan.seconds
         while True:
             for chats in self._corpus.batches(self._plan.batch_tokens, self._seed()):
                 self._spent = before + time.monotonic() - started
@@ -110,7 +112,7 @@ class Training:
         self._recent = now if self._recent is None else self._recent * 0.98 + now * 0.02
 
     def _progress(self) -> float:
-        return max(self._spent / self._plan.seconds, self.updates / self._plan.updates)
+        return max(self._spent / self._seconds, self.updates / self._plan.updates)
 
     @staticmethod
     def _factor(progress: float) -> float:

@@ -102,12 +102,12 @@ def test_a_training_that_was_broken_off_goes_on_where_it_ended(
 ) -> None:
     said: list[str] = []
     train(chats, options(tmp_path, "eagle", updates=3))
-    state = torch.load(tmp_path / "work" / "eagle.pt", weights_only=True)
+    state = torch.load(tmp_path / "work" / "eagle_-1.pt", weights_only=True)
     assert state["updates"] == 3
     further = options(tmp_path, "eagle", updates=5)
     train_on(chats, counting_model(), further, time.monotonic(), said.append)
     assert "going on from update 3" in said
-    assert torch.load(tmp_path / "work" / "eagle.pt", weights_only=True)["updates"] == 5
+    assert torch.load(tmp_path / "work" / "eagle_-1.pt", weights_only=True)["updates"] == 5
 
 
 def test_equal_seeds_make_equal_heads(tmp_path: Path, chats: list[Chat]) -> None:
