@@ -125,7 +125,8 @@ class Lifter:
 
     def lift_ahead(self, seq: Seq) -> None:
         """Bring up the text that is at hand while the rest is still read, so that the two take no
-        longer than one. What others push out again comes once more with the rest."""
+        longer than one, and host memory need not hold it all at once. Should others push it out
+        again, it is looked for in host memory once more, or computed."""
         radix = self._holdings.radix
         # A window would take pages that nobody reads when the rest is there.
         if radix is None or self._holdings.has_windows:
@@ -134,7 +135,10 @@ class Lifter:
             if reach := self._reach(seq, radix):
                 self._lift_text(seq, radix, reach)
         except RuntimeError as error:
-            logger.warning("an object of KV found no memory: %s", error)
+            return logger.warning("an object of KV found no memory: %s", error)
+        known = radix.find(seq.keys).num_tokens // self._run_tokens
+        for name in self._run_names(seq)[:known]:
+            self._fetched[seq.id].drop(name)
 
     def lift(self, seq: Seq) -> None:
         """Bring up what is at hand of what a sequence could use, as far as there is room now."""

@@ -48,7 +48,7 @@ class Fetch:
     there then is `got`."""
 
     def __init__(self, reads: dict[bytes, Future[KVObject | None]]) -> None:
-        self._reads = reads
+        self._reads, self._total = reads, len(reads)
         self.num_ended = 0
         self._lock, self._ended = threading.Lock(), threading.Event()
         for read in reads.values():
@@ -57,7 +57,7 @@ class Fetch:
     def _count(self, _: Future[KVObject | None]) -> None:
         with self._lock:
             self.num_ended += 1
-        if self.num_ended == len(self._reads):
+        if self.num_ended == self._total:
             self._ended.set()
 
     @property
@@ -67,6 +67,10 @@ class Fetch:
     def got(self, name: bytes) -> KVObject | None:
         read = self._reads.get(name)
         return read.result() if read is not None and _succeeded(read) else None
+
+    def drop(self, name: bytes) -> None:
+        """An object that has come is no longer wanted."""
+        self._reads.pop(name, None)
 
     def wait(self, seconds: float) -> None:
         """Until all has ended, or so long."""

@@ -77,6 +77,7 @@ def test_the_pools_take_what_has_come_while_the_rest_is_read(
         waiting.fetch.wait(0.01)
     d.step()
     assert tiers(d).lifter.lifted.text_tokens == 64 * 5 and not d.tokens(request)
+    assert waiting.fetch._reads.keys() == set(last), "what is in the pools is held on the host"
     gate.set()
     d.run()
     assert d.tokens(request) == expected and found(d)[0] == 64 * 6
