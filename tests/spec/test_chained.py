@@ -1,0 +1,64 @@
+"""Drafters in order of preference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from mmserve.spec.chained import ChainedDrafter
+from mmserve.spec.drafter import Context, Draft, Landed, Wanted
+from mmserve.spec.ngram import NgramDrafter
+from mmserve.spec.suffix import SuffixDrafter
+
+
+class Head:
+    """Always guesses 9, and sees features."""
+
+    name, taps = "head", (3,)
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.told: list[str] = []
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
+        self.asked += [each.context.id for each in wanted]
+        return [Draft.chain([9])] * len(wanted)
+
+    def landed(self, context: Context, landed: Landed) -> None:
+        self.told.append(context.id)
+
+    def end(self, context: Context) -> None:
+        self.told.append("end of " + context.id)
+
+
+def test_the_first_that_has_a_guess_is_taken() -> None:
+    head = Head()
+    drafter = ChainedDrafter([NgramDrafter(2, 4), head])
+    said, new = Context("said", [1, 2, 3, 1, 2], 5), Context("new", [1, 2], 2)
+    drafts = drafter.propose([Wanted(new, 1), Wanted(said, 1)])
+    assert drafts == [Draft.chain([9]), Draft.chain([3])]
+    assert head.asked == ["new"]
+
+
+def test_who_is_not_needed_is_not_asked() -> None:
+    head = Head()
+    drafter = ChainedDrafter([NgramDrafter(2, 4), head])
+    drafter.propose([Wanted(Context("said", [1, 2, 3, 1, 2], 5), 1)])
+    assert not head.asked
+
+
+def test_all_are_told_of_everything() -> None:
+    head = Head()
+    drafter = ChainedDrafter([NgramDrafter(2, 4), head])
+    context = Context("a", [1, 2], 2)
+    drafter.landed(context, Landed(None, (2,), ()))
+    drafter.end(context)
+    assert head.told == ["a", "end of a"]
+
+
+def test_it_is_called_after_all_of_them_and_sees_what_one_of_them_has_to_see() -> None:
+    drafter = ChainedDrafter([SuffixDrafter(1 << 20), Head()])
+    assert drafter.name == "suffix+head" and drafter.taps == (3,)
+    with pytest.raises(AssertionError):
+        ChainedDrafter([Head(), Head()])
