@@ -25,7 +25,7 @@ PROBED = 8  # one sequence in so many has one, where the whole batch goes withou
 WAIT, LONGEST_WAIT = 8, 256  # steps between probes
 LEAP = 2  # times as many rows as were ever measured, at most: beyond that, costs are a guess
 STAKE = 0.0075  # of all time may be lost to drafts that did not pay
-DEBT, CREDIT = 4, 16  # steps' time: what was lost, or saved, beyond that counts no more
+DEBT, CREDIT = 4, 64  # steps' time: what was lost, or saved, beyond that counts no more
 FAIR, RECENT = 8, 16  # steps that a spell gets before it is judged, and by which it is
 SEQUENCE_MEMORY, ENGINE_MEMORY = 32, 100  # drafts
 
@@ -91,11 +91,13 @@ class _Known:
 
 
 class Control:
-    """`most`: tokens behind the last known one that its drafter guesses at most."""
+    """`most`: tokens behind the last known one that its drafter guesses at most; it is asked for
+    a multiple of `unit` of them (`most`, where a part of a draft is worth nothing)."""
 
-    def __init__(self, most: int) -> None:
-        assert most > 0, "a draft has tokens"
+    def __init__(self, most: int, unit: int = 1) -> None:
+        assert unit > 0 and most > 0 and most % unit == 0, "a draft has tokens"
         self._most = most
+        self._unit = unit
         self._step = 0
         self._plain = Curve()  # by sequences
         self._checked = Curve()  # by rows
@@ -105,8 +107,8 @@ class Control:
         self._known: dict[str, _Known] = {}
         self._tried: set[str] = set()  # those of them that ever had a draft
         self._spells: dict[int, _Spell] = {}  # by size of the batch
-        self._least = 0.0  # likelihood of a token that was worth drafting in the last plan
-        self._credit = 0.0  # seconds that drafts may yet lose
+        self._least = 0.0  # that a unit had to bring in the last plan
+        self._credits: dict[int, float] = {}  # likewise: seconds that drafts may yet lose
 
     def plan(self, contexts: Sequence[tuple[str, bool]]) -> dict[str, int]:
         """For the next step's sequences, each with whether an image is in its context: how many
@@ -118,7 +120,7 @@ class Control:
         due = not spell.drafting and spell.due()
         if not spell.drafting:
             new = not due and any(id not in self._tried for id, _ in contexts)
-            if self._credit < 0 or not (due or new):
+            if self._credits.get(bucket_of(size), 0.0) < 0 or not (due or new):
                 return {}
         known = {id: self._sequence(id, image) for id, image in contexts}
         if due:
@@ -149,9 +151,10 @@ class Control:
         been planned a draft, also where none was made; none for a plain step.
         """
         self._step += 1
-        self._credit += STAKE * seconds
+        bucket = bucket_of(num_seqs)
         if not outcomes:
             self._plain.add(num_seqs, seconds, self._step)
+            self._earn(bucket, STAKE * seconds, seconds)
             return 0.0
         rows = sum(outcome.rows for outcome in outcomes)
         wanted = sum(outcome.wanted for outcome in outcomes)
@@ -162,17 +165,21 @@ class Control:
         plain = self._plain.at(num_seqs) or seconds
         accepted = sum(outcome.accepted for outcome in outcomes)
         saved = plain * (num_seqs + accepted) / num_seqs - seconds
-        most = DEBT * plain  # once, something may have been compiled in a step
-        self._credit = min(max(self._credit + max(saved, -most), -most), CREDIT * plain)
-        spell = self._spells.get(bucket_of(num_seqs))
+        lost = -DEBT * plain  # at most: once, something may have been compiled in a step
+        self._earn(bucket, max(saved, lost) + STAKE * seconds, plain)
+        spell = self._spells.get(bucket)
         if spell is not None:
-            spell.brought(max(saved - (GAIN - 1) * seconds, -most))
+            spell.brought(max(saved - (GAIN - 1) * seconds, lost))
         return saved
 
     def forget(self, id: str) -> None:
         """A sequence has ended; it may be one that was never seen."""
         self._known.pop(id, None)
         self._tried.discard(id)
+
+    def _earn(self, bucket: int, seconds: float, plain: float) -> None:
+        credit = self._credits.get(bucket, 0.0) + seconds
+        self._credits[bucket] = min(max(credit, -DEBT * plain), CREDIT * plain)
 
     def _sequence(self, id: str, image: bool) -> _Known:
         known = self._known.get(id)
@@ -189,31 +196,38 @@ class Control:
         for outcome, known in found:
             known.acceptance.add(outcome.wanted, outcome.accepted)
             self._tried.add(outcome.id)
-            known.spell.brought(outcome.accepted - self._least * outcome.wanted)
+            known.spell.brought(outcome.accepted - self._least * outcome.wanted / self._unit)
 
     def _worthwhile(self, known: Sequence[_Known]) -> float | None:
-        """How likely to be right a drafted token must at least be; None: no draft pays.
+        """How many tokens a unit of a draft must bring at least; None: no draft pays.
 
-        Tokens are taken in order of likelihood, whosever they are, as long as the whole batch
+        Units are taken in order of what they bring, whosever they are, as long as the whole batch
         gets more tokens a second by them.
         """
         size = len(known)
         plain = self._plain.at(size)
         assert plain is not None, "planned without a measurement"
-        tokens = sorted(chain.from_iterable(k.acceptance.survival for k in known), reverse=True)
-        gained = list(accumulate(tokens, initial=0.0))
+        units = sorted(chain.from_iterable(map(self._units, known)), reverse=True)
+        gained = list(accumulate(units, initial=0.0))
         largest = max(self._plain.largest, self._checked.largest)
-        limit = min((LEAP * largest - size) / self._rows_per_token, len(tokens))
+        limit = (LEAP * largest - size) / (self._rows_per_token * self._unit)
         best, least = GAIN * size / plain, None
         count = 0
-        while count < limit:
-            # A quarter more than last time, and all that are as likely: costs have no finer teeth.
-            likely = tokens[min(count + count // 4, len(tokens) - 1)]
-            count = bisect_right(tokens, -likely, key=lambda token: -token)
-            rate = (size + gained[count]) / self._seconds(size, count)
+        while count < min(limit, len(units)):
+            # A quarter more than last time, and all that bring as much: costs have no finer teeth.
+            brings = units[min(count + count // 4, len(units) - 1)]
+            count = _at_least(brings, units)
+            rate = (size + gained[count]) / self._seconds(size, count * self._unit)
             if rate > best:
-                best, least = rate, likely
+                best, least = rate, brings
         return least
+
+    def _units(self, known: _Known) -> list[float]:
+        """By unit of a draft, how many tokens it would bring; never more than the one before."""
+        survival, unit = known.acceptance.survival, self._unit
+        if unit == 1:
+            return survival
+        return [sum(survival[i : i + unit]) for i in range(0, len(survival), unit)]
 
     def _seconds(self, size: int, tokens: int) -> float:
         """What a step takes in which so many tokens are asked for."""
@@ -227,16 +241,15 @@ class Control:
     def _lengths(self, known: dict[str, _Known], least: float) -> dict[str, int]:
         lengths = {}
         for id, each in known.items():
-            survival, spell = each.acceptance.survival, each.spell
-            length = bisect_right(survival, -least, key=lambda token: -token)
-            if length:
+            spell, count = each.spell, _at_least(least, self._units(each))
+            if count:
                 spell.start()
-                lengths[id] = length
+                lengths[id] = count * self._unit
             elif spell.drafting and spell.recent <= 0:
                 spell.stop()
             elif spell.drafting or spell.due():
                 each.acceptance.fade()
-                lengths[id] = min(spell.probe(), self._most)
+                lengths[id] = self._whole(spell.probe())
         return lengths
 
     def _probes(self, known: dict[str, _Known], length: int) -> dict[str, int]:
@@ -244,4 +257,13 @@ class Control:
         order = sorted(
             known, key=lambda id: (id in self._tried, -sum(known[id].acceptance.survival))
         )
-        return dict.fromkeys(order[: max(len(order) // PROBED, 1)], min(length, self._most))
+        return dict.fromkeys(order[: max(len(order) // PROBED, 1)], self._whole(length))
+
+    def _whole(self, length: int) -> int:
+        """Rounded up to whole units, as far as drafts go."""
+        return min(-(-length // self._unit) * self._unit, self._most)
+
+
+def _at_least(least: float, falling: Sequence[float]) -> int:
+    """How many of them are."""
+    return bisect_right(falling, -least, key=lambda each: -each)

@@ -151,6 +151,17 @@ def test_one_step_that_took_long_changes_nothing() -> None:
     assert drafted(machine.run(100, ids(1), lambda id: 0.9)[1]) > 0.9
 
 
+@given(st.integers(2, 12), st.integers(1, 8))
+@settings(deadline=None, max_examples=20)
+def test_where_a_part_of_a_draft_is_worth_nothing_all_of_it_is_asked_for(
+    most: int, count: int
+) -> None:
+    machine = gpu()
+    machine.control = Control(most, unit=most)
+    gain, plans = machine.run(200, ids(count), lambda id: 0.7)
+    assert {length for plan in plans for length in plan.values()} == {most} and gain > 1
+
+
 def test_with_images_in_the_context_is_judged_apart() -> None:
     control = Control(16)
     for step in range(200):
