@@ -84,7 +84,7 @@ def paged_attention(
     if launch.large:
         attention_kernels.attend_many[(launch.large,)](
             work, header, q, *results, *pools, rope, scale, sunk, BLOCK_M=launch.tile_rows,
-            LARGE=LARGE, ENTRY=ENTRY, SEGMENT=SEGMENT, **shape,
+            LARGE=LARGE, ENTRY=ENTRY, SEGMENT=SEGMENT, TREES=launch.trees, **shape,
             **_tuning_large(launch.tile_rows, dim, q.element_size()),
         )  # fmt: skip
     if launch.small:

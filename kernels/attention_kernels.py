@@ -20,23 +20,26 @@ import triton.language as tl
 
 from mmserve.kernels import work as tables
 
-OWN, VISION, SINKS, SHARED = (
-    tl.constexpr(code) for code in (tables.OWN, tables.VISION, tables.SINKS, tables.SHARED)
+OWN, TEXT, VISION, SINKS, SHARED = (
+    tl.constexpr(code)
+    for code in (tables.OWN, tables.TEXT, tables.VISION, tables.SINKS, tables.SHARED)
 )
 
 
 @triton.jit
 def _tiles(
     state_m, state_l, acc, q_a, q_b, keys, values, table, begin, end, first, last, lo, hi,
-    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+    tree, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys [begin, end) of one segment, BLOCK_N at a time.
 
     state_m, state_l [M], acc [M, WIDE]; q_a, q_b [M, HALF] the rotated halves, scaled for exp2;
     keys, values: a head's first element; table: the segment's page ids. With MASKED nothing outside
-    of [first, last) is touched and a row reads its keys [lo, hi) [M] only; without, every row
-    reads every key. CAP: scores, scaled as q is, never exceed it (0: they may).
+    of [first, last) is touched and a row reads its keys [lo, hi) [M] only, with TREES also hi + j
+    for the bits j of tree int64 [M]; without, every row reads every key.
+    CAP: scores, scaled as q is, never exceed it (0: they may).
     """
     half = tl.arange(0, HALF)
     wide = tl.arange(0, WIDE)
@@ -64,6 +67,10 @@ def _tiles(
             s = CAP - 2 * CAP / (tl.exp2(s * (2.8853900817779268 / CAP)) + 1)
         if MASKED:
             read = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
+            if TREES:
+                bit = n[None, :] - hi[:, None]
+                drawn = (tree[:, None] >> (bit & 63).to(tl.int64)) & 1
+                read |= (bit >= 0) & (bit < 64) & (drawn == 1)
             s = tl.where(read & valid[None, :], s, -1e30)
         new_m = tl.maximum(state_m, tl.max(s, 1))
         p = tl.exp2(s - new_m[:, None])
@@ -85,8 +92,8 @@ def _tiles(
 @triton.jit
 def _run(
     state_m, state_l, acc, q_a, q_b, keys, values, table, first, last, all_first, all_last, lo, hi,
-    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+    tree, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_tiles` over the keys [first, last), of which every row reads [all_first, all_last).
 
@@ -101,16 +108,16 @@ def _run(
     if begin < whole:
         state_m, state_l, acc = _tiles(
             state_m, state_l, acc, q_a, q_b, keys, values, table, begin, whole, first, last, lo, hi,
-            D, HALF, WIDE, PAGE, BLOCK_N, True, CAP, PRECISION,
+            tree, D, HALF, WIDE, PAGE, BLOCK_N, True, TREES, CAP, PRECISION,
         )  # fmt: skip
     state_m, state_l, acc = _tiles(
         state_m, state_l, acc, q_a, q_b, keys, values, table, whole, full, first, last, lo, hi,
-        D, HALF, WIDE, PAGE, BLOCK_N, False, CAP, PRECISION,
+        tree, D, HALF, WIDE, PAGE, BLOCK_N, False, TREES, CAP, PRECISION,
     )  # fmt: skip
     if full < last:
         state_m, state_l, acc = _tiles(
             state_m, state_l, acc, q_a, q_b, keys, values, table, full, last, first, last, lo, hi,
-            D, HALF, WIDE, PAGE, BLOCK_N, True, CAP, PRECISION,
+            tree, D, HALF, WIDE, PAGE, BLOCK_N, True, TREES, CAP, PRECISION,
         )  # fmt: skip
     return state_m, state_l, acc
 
@@ -212,7 +219,7 @@ def attend_one(
         state_m, state_l, acc = _run(
             state_m, state_l, acc, q_a.to(q.dtype.element_ty), q_b.to(q.dtype.element_ty),
             keys, values, table, first, last, first, last, none, all_keys,
-            D, HALF, WIDE, PAGE, BLOCK_N, CAP, PRECISION,
+            none, D, HALF, WIDE, PAGE, BLOCK_N, False, CAP, PRECISION,
         )  # fmt: skip
         target = slot + tl.zeros([BLOCK_M], tl.int64)
         _store(
@@ -226,10 +233,10 @@ def attend_one(
 @triton.jit
 def _segment(
     state_m, state_l, acc, wide_a, wide_b, work, segment, entry, shift,
-    lo, hi, visual_lo, visual_hi, ok, k_own, v_own, k_vision, v_vision, rope,
+    lo, hi, visual_lo, visual_hi, tree, ok, k_own, v_own, k_vision, v_vision, rope,
     ENTRY: tl.constexpr, KIND: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, TREES: tl.constexpr,
+    CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All keys of one segment for the queries wide_a, wide_b of a large item, whose entries stand
     at `entry` [M]."""
@@ -252,6 +259,8 @@ def _segment(
         lo = lo * 0
         hi = lo + last
         shift = tl.load(entry + offset * ENTRY + 2, mask=ok, other=0)
+    if TREES:
+        tree = tl.where(kind == TEXT, tree, 0)
     if kind == SINKS:
         hi = tl.minimum(lo, offset)
         lo = lo * 0
@@ -260,7 +269,7 @@ def _segment(
     return _run(
         state_m, state_l, acc, q_a.to(KIND), q_b.to(KIND), keys, values, table, first, last,
         tl.load(segment + 4), tl.load(segment + 5), lo, hi,
-        D, HALF, WIDE, PAGE, BLOCK_N, CAP, PRECISION,
+        tree, D, HALF, WIDE, PAGE, BLOCK_N, TREES, CAP, PRECISION,
     )  # fmt: skip
 
 
@@ -270,8 +279,8 @@ def attend_many(
     own_head, vision_head, rope, scale, sinks,
     H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LARGE: tl.constexpr, ENTRY: tl.constexpr, SEGMENT: tl.constexpr, CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+    LARGE: tl.constexpr, ENTRY: tl.constexpr, SEGMENT: tl.constexpr, TREES: tl.constexpr,
+    CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All large items; arguments as `attend_one`'s."""
     GROUP: tl.constexpr = H // KV_HEADS
@@ -299,6 +308,13 @@ def attend_many(
         hi = tl.load(entry + 4, mask=ok, other=0)
         visual_lo = tl.load(entry + 5, mask=ok, other=0)
         visual_hi = tl.load(entry + 6, mask=ok, other=0)
+        tree = tl.zeros([BLOCK_M], tl.int64)
+        if TREES:
+            trees = tl.load(header + 7)
+            halves = work + trees + 2 * (tl.load(item) + m // GROUP)
+            low = tl.load(halves, mask=ok & (trees > 0), other=0).to(tl.int64)
+            high = tl.load(halves + 1, mask=ok & (trees > 0), other=0).to(tl.int64)
+            tree = (high << 32) | (low & 0xFFFFFFFF)
         query_head = head * GROUP + m % GROUP
         at = (row * H + query_head) * D
         wide_a, wide_b = _query(q, at, ok, scale, D, HALF)
@@ -309,10 +325,10 @@ def attend_many(
         for index in range(first_segment, first_segment + tl.load(item + 3)):
             state_m, state_l, acc = _segment(
                 state_m, state_l, acc, wide_a, wide_b, work, segments + index * SEGMENT,
-                entry, shift, lo, hi, visual_lo, visual_hi, ok,
+                entry, shift, lo, hi, visual_lo, visual_hi, tree, ok,
                 k_own + head * own_head, v_own + head * own_head,
                 k_vision + head * vision_head, v_vision + head * vision_head, rope,
-                ENTRY, q.dtype.element_ty, D, HALF, WIDE, PAGE, BLOCK_N, CAP, PRECISION,
+                ENTRY, q.dtype.element_ty, D, HALF, WIDE, PAGE, BLOCK_N, TREES, CAP, PRECISION,
             )  # fmt: skip
         _store(
             acc, state_m, state_l, ok, at, target * H + query_head, target, query_head,

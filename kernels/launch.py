@@ -19,13 +19,14 @@ class Launch(NamedTuple):
     """Programs for small and for large items (0: there are none of the kind), how many partial
     results are joined at a time (0: no row has any; 1: strictly one after the other), the rows of
     large items' tiles (some sets' items may fill less), and whether the small items are too few to
-    fill the device, so that each should be quick."""
+    fill the device, so that each should be quick; `trees`: whether any row is of a draft tree."""
 
     small: int
     large: int
     merge: int
     tile_rows: int
     few: bool = False
+    trees: bool = False
 
     @classmethod
     def of(
@@ -55,4 +56,5 @@ class Launch(NamedTuple):
             (1 if deterministic else PARTS_AT_ONCE) if merges else 0,
             max(s.tile_rows for s in sets),
             small * kv_heads <= processors and not deterministic,
+            any(s.trees for s in sets),
         )

@@ -6,9 +6,9 @@ nothing of sequences or scheduling.
 
 Layers that read alike share tables; a step has a set of tables for each kind of layer. The array
 begins with a header of eight for each set: the number of *small* items and where they begin, the
-same of *large* items, and where segments, entries and merges begin. Then comes what the caller puts
-first (token ids, positions, slots: as many every step of one batch size, so that captured launches
-find them), and the sets.
+same of *large* items, and where segments, entries, merges and trees begin. Then comes what the
+caller puts first (token ids, positions, slots: as many every step of one batch size, so that
+captured launches find them), and the sets.
 
 Every row has `merges`: (first slot, parts). A query whose keys are cut into several parts writes
 each partial result into the slot of that part; with one part the item's result is the row's.
@@ -26,6 +26,9 @@ hi), of VISION [visual lo, visual hi) less `offset`, the visual index of the ima
 SINKS the text tokens before both `offset` and lo; a SHARED image all read whole. Queries are turned
 back by base + shift, unless base is negative; before a SHARED image by the shifts of the entries
 that stand `offset` behind the item's.
+
+Where there are draft trees, each entry has a mask of 64 bits among the `trees`, as two numbers, the
+lower half first: of TEXT its query reads key hi + j, too, for every bit j. Else trees begin at 0.
 """
 
 from __future__ import annotations
@@ -119,7 +122,8 @@ class Reader(NamedTuple):
     `reads`: text lo, hi and visual lo, hi of each query, ints for one, else integer arrays [Q].
     Text stands in `pages` int32 [P], the first of them its page number `first_page`; `images` in
     order, at least those that are read. `sink_tokens`: how many of the first text tokens are read,
-    too, where they are before lo.
+    too, where they are before lo. `tree` int64 [Q] (None: 0): of several queries, each reads text
+    token hi + j, too, for every bit j of its own.
     """
 
     first_row: int
@@ -129,11 +133,21 @@ class Reader(NamedTuple):
     images: Sequence[ImagePart] = ()
     sink_tokens: int = 0
     first_page: int = 0
+    tree: Any = None
 
     @property
     def matrix(self) -> Ints:
         """`reads` as [4, Q]."""
         return np.array(self.reads, np.int64).reshape(4, self.num_queries)
+
+    @property
+    def ends(self) -> Ints:
+        """[Q]: behind the last text token that each query may read."""
+        hi = self.matrix[1]
+        if self.tree is None:
+            return hi
+        bits = self.tree[:, None] >> np.arange(64) & 1
+        return hi + (bits * np.arange(1, 65)).max(1)
 
 
 def causal(first: int, count: int) -> tuple[Ints, Ints, Ints, Ints]:
@@ -145,7 +159,7 @@ def causal(first: int, count: int) -> tuple[Ints, Ints, Ints, Ints]:
 @dataclass(frozen=True)
 class WorkTables:
     """One set: its header and what follows it; `small`, `large`: items of either kind;
-    `num_slots`: partial results; `tile_rows` of large items."""
+    `num_slots`: partial results; `tile_rows` of large items; `trees`: whether there are any."""
 
     header: Int32s
     body: Int32s
@@ -153,6 +167,7 @@ class WorkTables:
     large: int
     num_slots: int
     tile_rows: int
+    trees: bool
 
 
 def join(sets: Sequence[WorkTables], rows: Int32s | None = None) -> Int32s:
@@ -174,6 +189,7 @@ class Items:
     entries: list[Int32s] = field(default_factory=list)
     parts: list[tuple[Ints, Ints]] = field(default_factory=list)  # rows, and how many each has
     pages: list[Int32s] = field(default_factory=list)
+    trees: list[tuple[int, Ints]] = field(default_factory=list)  # first entries, and masks
     num_segments: int = 0
     num_entries: int = 0
     num_pages: int = 0
@@ -218,7 +234,10 @@ def pack(every: Sequence[Items], num_rows: int, at: int) -> WorkTables:
         np.concatenate([x for items in every for x in getattr(items, name)] or [empty])
         for name, empty in _EMPTY.items()
     ]
-    merges_at, *places, pages_at = (
+    has_trees = any(items.trees for items in every)
+    trees = np.zeros(len(entries) if has_trees else 0, np.int64)
+    blocks.append(trees.view(np.int32))
+    merges_at, *places, trees_at, pages_at = (
         at + np.cumsum([0, 2 * num_rows, *(block.size for block in blocks)])
     ).tolist()
     first_small = first_large = first_segment = first_entry = 0
@@ -233,6 +252,8 @@ def pack(every: Sequence[Items], num_rows: int, at: int) -> WorkTables:
         large[first_large:end_large, 0] += first_entry
         large[first_large:end_large, 2] += first_segment
         segments[first_segment:end_segment, 1] += pages_at
+        for first, masks in items.trees:
+            trees[first_entry + first :][: len(masks)] = masks
         first_small, first_large, first_segment = end_small, end_large, end_segment
         first_entry += items.num_entries
         pages_at += items.num_pages
@@ -240,7 +261,7 @@ def pack(every: Sequence[Items], num_rows: int, at: int) -> WorkTables:
     ends = slots.cumsum()
     merges = np.empty((num_rows, 2), np.int32)
     merges[:, 0], merges[:, 1] = ends - slots, parts
-    header = (len(small), places[0], len(large), *places[1:], merges_at, 0)
+    header = (len(small), places[0], len(large), *places[1:], merges_at, trees_at * has_trees)
     body = [merges.reshape(-1), *(block.reshape(-1) for block in blocks)]
     for items in every:
         body += items.pages
@@ -252,4 +273,5 @@ def pack(every: Sequence[Items], num_rows: int, at: int) -> WorkTables:
         len(large),
         num_slots,
         tile_rows,
+        has_trees,
     )

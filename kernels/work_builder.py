@@ -105,6 +105,7 @@ class WorkBuilder:
         of its readers.
         """
         single = _Singles.of([r for r in readers if r.num_queries < self._least])
+        assert all(r.tree is None for r in single.readers), "a tree has several rows"
         chunks = [r for r in readers if r.num_queries >= self._least]
         rows = LONG_ROWS if long else self.short_rows
         images = self._images(single, share, rows) if single.readers else Items(self.group, rows)
@@ -112,7 +113,7 @@ class WorkBuilder:
         room = SHORT_PARTS
         for reader in chunks:
             reads = reader.matrix
-            parts = len(self.splits.cuts(int(reads[0].min()), int(reads[1].max())))
+            parts = len(self.splits.cuts(int(reads[0].min()), int(reader.ends.max())))
             room -= reader.num_queries * (parts + len(reader.images))
             short = self.splits.fixed or (reader.num_queries <= SHORT_CHUNK and room >= 0)
             _add_chunk(tables, reader, reads, self.splits if short else None)
@@ -246,7 +247,7 @@ def _add_chunk(t: Items, reader: Reader, reads: Ints, splits: Splits | None) -> 
     """
     runs = _runs(t, reader, reads, splits)
     starts = np.arange(0, reader.num_queries, t.queries)
-    bounds = _bounds(runs, reads, starts)
+    bounds = _bounds(runs, reads, reader.ends, starts)
     used = bounds[..., 0] < bounds[..., 1]  # [runs, tiles]
     used[-1, ~used.any(0)] = True  # a tile that reads nothing has an item that says so
     rows = np.arange(reader.first_row, reader.first_row + reader.num_queries)
@@ -254,6 +255,8 @@ def _add_chunk(t: Items, reader: Reader, reads: Ints, splits: Splits | None) -> 
     entries[:, 0] = rows
     entries[:, 3:] = reads.T
     first = t.add_entries(entries)
+    if reader.tree is not None:
+        t.trees.append((first, reader.tree))
     sizes = np.minimum(t.queries, reader.num_queries - starts)
     if splits is None:
         tile, run = (used.T[::-1]).nonzero()
@@ -290,27 +293,33 @@ def _runs(t: Items, reader: Reader, reads: Ints, splits: Splits | None) -> Ints:
     if reader.sink_tokens:
         sinks = min(reader.sink_tokens, int(lo.max()))
         runs.append((SINKS, pages, 0, sinks, 0, 0, OWN, reader.sink_tokens))
-    reads_text = lo < hi
-    least, most = (int(lo[reads_text].min()), int(hi.max())) if reads_text.any() else (0, 0)
+    ends = reader.ends
+    reads_text = lo < ends
+    least, most = (int(lo[reads_text].min()), int(ends.max())) if reads_text.any() else (0, 0)
     cuts = splits.cuts(least, most) if splits else range(least, most, max(most - least, 1))
     spans = [(max(at, least), min(at + cuts.step, most)) for at in cuts]
     runs += [(TEXT, pages, *span, 0, 0, OWN, 0) for span in spans or [(0, 0)]]
     return np.array(runs, np.int64)
 
 
-def _bounds(runs: Ints, reads: Ints, starts: Ints) -> Ints:
+def _bounds(runs: Ints, reads: Ints, ends: Ints, starts: Ints) -> Ints:
     """For every run and tile of queries [runs, tiles, 4]: [first, end) of the keys that some of the
-    queries read, and of those that all read (nothing if end is not above first)."""
+    queries may read, of text up to their `ends`, and of those that all read (nothing if end is not
+    above first)."""
     kind, first, last, offset = (runs[:, column, None] for column in (0, 2, 3, 7))
     lo = np.where(kind == VISION, reads[2] - offset, reads[0] * (kind == TEXT))
     hi = np.where(kind == VISION, reads[3] - offset, reads[1])
     if (kind == SINKS).any():
         hi = np.where(kind == SINKS, np.minimum(reads[0], offset), hi)
-    np.clip(lo, first, last, out=lo)
-    np.clip(hi, first, last, out=hi)
-    none = lo >= hi
-    np.copyto(lo, last, where=none)
-    np.copyto(hi, first, where=none)
+    some_lo, some_hi = _within(lo, np.where(kind == TEXT, ends, hi), first, last)
+    all_lo, all_hi = _within(lo, hi, first, last)
     least, most = np.minimum.reduceat, np.maximum.reduceat
-    parts = (least(lo, starts, 1), most(hi, starts, 1), most(lo, starts, 1), least(hi, starts, 1))
-    return np.stack(parts, 2)
+    some = least(some_lo, starts, 1), most(some_hi, starts, 1)
+    return np.stack((*some, most(all_lo, starts, 1), least(all_hi, starts, 1)), 2)
+
+
+def _within(lo: Ints, hi: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """What of [lo, hi) is in [first, last); where nothing is, `last` and `first`."""
+    lo, hi = np.clip(lo, first, last), np.clip(hi, first, last)
+    none = lo >= hi
+    return np.where(none, last, lo), np.where(none, first, hi)

@@ -104,6 +104,7 @@ def attend(q: Tensor, kv_heads: int, pages: int, launch: Launch, **options: Any)
 def attentions() -> None:
     launch = Launch(small=1, large=1, merge=16, tile_rows=32)
     attend(torch.zeros(1, 1, 2), 1, 1, launch, sinks=torch.zeros(1))
+    attend(torch.zeros(3, 7, 80, dtype=torch.bfloat16), 1, 5, launch._replace(trees=True))
     few = launch._replace(few=True)
     attend(torch.zeros(3, 7, 80, dtype=torch.bfloat16), 1, 5, few, softcap=30.0)
 

@@ -19,7 +19,7 @@ import tests.kernels.interpreter  # noqa: F401
 from mmserve.kernels import attention, work
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.work_builder import WorkBuilder
-from tests.kernels.scene import Row, Scene, Shape, angles, scenes
+from tests.kernels.scene import Row, Scene, Shape, angles, drafted, scenes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAR = 1_000_003
@@ -56,6 +56,7 @@ def readers(scene: Scene) -> list[work.Reader]:
                     ids(group.pages[b]),
                     mine,
                     int(group.sink_tokens[b]),
+                    tree=None if group.tree is None else group.tree[b].numpy(),
                 )
             )
     return out
@@ -111,6 +112,7 @@ def attend(
             programs * (tables.large > 0),
             at_once * (tables.num_slots > 0),
             max(tables.tile_rows, tile_rows),
+            trees=tables.trees,
         ),
         softcap=shape.softcap,
         sinks=None if scene.sinks is None else scene.sinks.to(DEVICE),
@@ -456,3 +458,33 @@ def test_a_query_has_the_same_bits_in_any_chunk_where_all_is_cut_alike() -> None
     torch.testing.assert_close(whole.double(), scene.expected, rtol=1e-3, atol=1e-4)
     assert torch.equal(torch.cat([some(0, 3), some(3, 8)]), whole)
     assert torch.equal(torch.cat([some(i, i + 1) for i in range(8)]), whole)
+
+
+@given(drafted(extras=True), st.sampled_from([work.SPLITS, FIXED]), st.booleans())
+@settings(max_examples=15, deadline=None)
+def test_draft_trees_equal_the_dense_statement(
+    scene: Scene, splits: work.Splits, long: bool
+) -> None:
+    out = attend(scene, readers(scene), splits=splits, long=long)
+    torch.testing.assert_close(out.double(), scene.expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_draft_of_sixty_four_tokens_uses_every_bit() -> None:
+    """As a chain, and as two that alternate: of one's tokens none is read by the other."""
+    for parents in (range(-1, 63), [max(i - 2, -1) for i in range(64)]):
+        row = Row.draft(250, parents, ((3, 17), (249, 5)))
+        assert_right(Scene(Shape(kv_heads=1, group=3), [(65, [row])]))
+
+
+def test_drafted_tokens_in_a_row_have_the_bits_of_decoding_them_where_all_is_cut_alike() -> None:
+    """Whoever else is in the tree, and where the row crosses from one item into the next."""
+    row = Row.draft(253, [-1, 0, 1, 2, -1, 4, 0], ((9, 40),))
+    scene = Scene(Shape(kv_heads=1, group=7), [(8, [row])])
+    in_tree = attend(scene, readers(scene), splits=FIXED, at_once=1)
+    (reader,) = readers(scene)
+    singles = [
+        reader._replace(first_row=n, num_queries=1, reads=(0, 253 + n, 0, 40), tree=None)
+        for n in range(5)
+    ]
+    alone = attend(scene, singles, splits=FIXED, at_once=1)
+    assert torch.equal(in_tree[:5], alone[:5])
