@@ -148,6 +148,13 @@ def write_kv(pool: Tensor, slots: Tensor, new: Tensor) -> None:
     pool.view(pool.shape[0], -1, pool.shape[3])[:, slots] = new.transpose(0, 1).to(pool.dtype)
 
 
+def move_kv(pools: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """Copy what stands at the slots `sources` int64 [N] of pools [..., pages, page_size, D] to
+    `destinations`, in place. All is read before anything is written."""
+    slots = pools.view(*pools.shape[:-3], -1, pools.shape[-1])
+    slots.index_copy_(-2, destinations, slots.index_select(-2, sources))
+
+
 def write_step(
     plan: AttentionPlan, text: tuple[Tensor, Tensor], vision: tuple[Tensor, Tensor], *new: Tensor
 ) -> None:

@@ -143,11 +143,11 @@ class Reader(NamedTuple):
     @property
     def ends(self) -> Ints:
         """[Q]: behind the last text token that each query may read."""
-        hi = self.matrix[1]
-        if self.tree is None:
-            return hi
-        bits = self.tree[:, None] >> np.arange(64) & 1
-        return hi + (bits * np.arange(1, 65)).max(1)
+        ends: Ints = self.matrix[1]
+        if self.tree is not None:
+            bits = self.tree[:, None] >> np.arange(64) & 1
+            ends += (bits * np.arange(1, 65)).max(1)
+        return ends
 
 
 def causal(first: int, count: int) -> tuple[Ints, Ints, Ints, Ints]:

@@ -14,6 +14,7 @@ from mmserve.kernels.reference import (
     attend,
     group_attention,
     merge,
+    move_kv,
     paged_attention,
     read_pages,
     rope_table,
@@ -221,3 +222,18 @@ def test_what_is_written_at_slots_is_read_back_in_order(
     assert torch.equal(read[:, :count], new.transpose(0, 1))
     assert bool((read[:, count:] == 7).all()), "a slot beside the new ones changed"
     assert int((pool != 7).any(-1).sum()) == heads * count
+
+
+@given(st.sets(st.integers(0, 63), min_size=1, max_size=20), st.integers(0, 30))
+def test_a_path_moves_together_in_every_layer_and_nothing_else_moves(
+    path: set[int], first: int
+) -> None:
+    """Places that it moves to may be such as it moves from."""
+    pools = torch.arange(2 * 2 * 3 * 7 * 16 * 2).view(2, 2, 3, 7, 16, 2).float()
+    before, flat = pools.clone().flatten(3, 4), pools.flatten(3, 4)
+    sources = torch.tensor(sorted(path)) + first
+    places = torch.arange(len(path)) + first
+    move_kv(pools, sources, places)
+    assert torch.equal(flat[:, :, :, places], before[:, :, :, sources])
+    assert torch.equal(flat[:, :, :, :first], before[:, :, :, :first])
+    assert torch.equal(flat[:, :, :, first + len(path) :], before[:, :, :, first + len(path) :])
