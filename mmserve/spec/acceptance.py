@@ -6,6 +6,8 @@ that was asked for and not guessed counts as wrong: it brought nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 HOPE = 0.7  # the rate before anything is known: trying shows soon
 TRUST = 6.0  # tokens' worth of what one knows beforehand
 LEAST = 0.02  # a token as unlikely as this is not worth a thought
@@ -42,13 +44,7 @@ class Acceptance:
     @property
     def rates(self) -> list[float]:
         if self._rates is None:
-            rates, before = [], HOPE
-            known = self.prior.rates if self.prior else None
-            for i, (seen, right) in enumerate(zip(self._seen, self._right, strict=True)):
-                base = known[i] if known else before
-                before = (right + TRUST * base) / (seen + TRUST)
-                rates.append(before)
-            self._rates = rates
+            self._rates = list(self._each())
         return self._rates
 
     @property
@@ -56,10 +52,21 @@ class Acceptance:
         """By depth, how likely a token and all before it are right; as far as it is worth it."""
         if self._survival is None:
             survival, product = [], 1.0
-            for rate in self.rates:
+            for rate in self._each():
                 product *= rate
                 if product < LEAST:
                     break
                 survival.append(product)
             self._survival = survival
         return self._survival
+
+    def _each(self) -> Iterator[float]:
+        """The rates, worked out one by one."""
+        if self.prior:
+            for seen, right, base in zip(self._seen, self._right, self.prior.rates, strict=True):
+                yield (right + TRUST * base) / (seen + TRUST)
+            return
+        rate = HOPE
+        for seen, right in zip(self._seen, self._right, strict=True):
+            rate = (right + TRUST * rate) / (seen + TRUST)
+            yield rate

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from mmserve.spec.index import Index
 
 END = -1  # stands behind each answer
-SIZES = (2, 16)  # tokens by which a place is found
-TOKEN_BYTES = 225  # that a token takes with its places in the tables: the most that was measured
+SIZES = (1, 3, 16)  # tokens by which a place is found
+TOKEN_BYTES = 320  # that a token takes with its places in the tables: the most that was measured
 MOST_TOKENS = 1 << 15  # about one subject
 
 

@@ -23,9 +23,9 @@ from mmserve.spec.index import Index
 
 TAIL = 64  # tokens of the question that are filed with its answer
 LONGEST = 32  # tokens of a match: longer ones are no better
-LOOKS = 32  # places of one index that are compared
+LOOKS = 16  # places of one index that are compared
 VOTERS = 8  # places that have a say, of those that matched longest
-OWN_SIZES = (2,)
+OWN_SIZES = (1, 3)
 PART = 4096  # tokens of a long prompt that are taken in after one step
 LEAST = 0.25  # probability that a token and all before it are right
 
@@ -94,6 +94,8 @@ class SuffixDrafter:
                     longest, voters = matched, []
                 if matched == longest and len(voters) < VOTERS:
                     voters.append(_Voter(index.tokens, at))
+                if longest == LONGEST and len(voters) == VOTERS:
+                    break  # no place can say more
         return self._grown(voters, longest, length)
 
     def _grown(self, voters: list[_Voter], matched: int, length: int) -> Draft | None:
