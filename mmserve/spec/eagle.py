@@ -31,6 +31,7 @@ from mmserve.spec.target_parts import TargetParts
 
 FINAL = -1  # the tap behind the final norm
 LAYER = "midlayer."
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,11 @@ class EagleConfig:
 
 
 class Attending(NamedTuple):
-    """A layer's input, as attention takes it: `residual` [..., hidden], `q` [..., H, D], `k` and
-    `v` [..., Hkv, D], none of them rotated."""
+    """A layer's input, as attention takes it: `residual` [..., hidden], `qkv` [..., H + 2 Hkv, D]:
+    queries, keys and values, none of them rotated."""
 
     residual: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    qkv: Tensor
 
 
 class EagleHead(nn.Module):
@@ -112,6 +111,8 @@ class EagleHead(nn.Module):
         )
         self.ids: Tensor | None = None
         self.score: Any = None  # [..., hidden] -> [..., V'], of normed states
+        self._qkv: Any = None  # three products as one, where it is served; likewise:
+        self._gate_up: Any = None
 
     def joined(self, features: Tensor) -> Tensor:
         """What the model made of tokens, [..., F] -> [..., hidden], as its own guesses come."""
@@ -127,19 +128,23 @@ class EagleHead(nn.Module):
         else:
             x = residual = self.fc(torch.cat((embeds, hidden), -1))
         attention = layer.self_attn
-        q, k, v = (attention[name](x) for name in ("q_proj", "k_proj", "v_proj"))
-        kv = (*x.shape[:-1], c.num_kv_heads, c.head_dim)
-        return Attending(
-            residual, q.view(*x.shape[:-1], c.num_heads, c.head_dim), k.view(kv), v.view(kv)
-        )
+        if self._qkv is not None:
+            qkv = self._qkv(x)
+        else:
+            qkv = torch.cat([attention[name](x) for name in QKV], -1)
+        return Attending(residual, qkv.view(*x.shape[:-1], -1, c.head_dim))
 
     def closed(self, residual: Tensor, attended: Tensor) -> Tensor:
         """attended [..., H, D] -> the guessed state [..., hidden]."""
         layer = self.midlayer
         x: Tensor = residual + layer.self_attn.o_proj(attended.flatten(-2))
         y, mlp = layer.post_attention_layernorm(x), layer.mlp
-        x = x + mlp.down_proj(functional.silu(mlp.gate_proj(y)) * mlp.up_proj(y))
-        return x
+        if self._gate_up is not None:
+            gate, up = self._gate_up(y).chunk(2, -1)
+        else:
+            gate, up = mlp.gate_proj(y), mlp.up_proj(y)
+        guessed: Tensor = x + mlp.down_proj(functional.silu(gate) * up)
+        return guessed
 
     def scores(self, state: Tensor) -> Tensor:
         """[..., hidden] -> [..., V']."""
@@ -151,14 +156,25 @@ class EagleHead(nn.Module):
         return numbers if self.ids is None else self.ids[numbers]
 
 
-def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """x [..., heads, D], positions [...] int64 -> x turned by them, halves apart, as Llama does."""
-    half = x.shape[-1] // 2
-    steps = torch.arange(half, dtype=torch.float64, device=x.device) / half
-    angles = (positions[..., None].double() * theta**-steps)[..., None, :]
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+class Turn(NamedTuple):
+    """By what heads are turned at some positions, halves apart, as Llama does: [..., 1, D] each."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., heads, D]."""
+        a, b = x.chunk(2, -1)
+        return x * self.cos + torch.cat((-b, a), -1) * self.sin
+
+
+def turns(positions: Tensor, config: EagleConfig, dtype: torch.dtype) -> Turn:
+    """positions [...] int64."""
+    half = config.head_dim // 2
+    steps = torch.arange(half, dtype=torch.float64, device=positions.device) / half
+    angles = positions[..., None].double() * config.rope_theta**-steps
+    whole = torch.cat((angles, angles), -1)[..., None, :]
+    return Turn(whole.cos().to(dtype), whole.sin().to(dtype))
 
 
 def load_eagle(file: HeadFile, parts: TargetParts) -> EagleHead:
@@ -242,12 +258,24 @@ def _set_vocabulary(head: EagleHead, tensors: Mapping[str, Tensor], parts: Targe
 
 
 def _quicken(head: EagleHead, parts: TargetParts) -> None:
-    """Its products as fast as the device can."""
+    """Its products as few and as fast as the device can."""
+    head._qkv = _packed([head.midlayer.self_attn[name] for name in QKV], parts)
+    head._gate_up = _packed([head.midlayer.mlp[name] for name in GATE_UP], parts)
+    for name in QKV:
+        del head.midlayer.self_attn[name]
+    for name in GATE_UP:
+        del head.midlayer.mlp[name]
     for parent in list(head.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
                 bias = None if child.bias is None else child.bias.data
                 setattr(parent, name, _Product(parts.linear(child.weight.data, bias)))
+
+
+def _packed(layers: list[Any], parts: TargetParts) -> _Product:
+    biases = [layer.bias.data for layer in layers if layer.bias is not None]
+    weight = torch.cat([layer.weight.data for layer in layers])
+    return _Product(parts.linear(weight, torch.cat(biases) if biases else None))
 
 
 class _Product(nn.Module):

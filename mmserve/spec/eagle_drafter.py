@@ -9,17 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mmserve.spec.drafter import Context, Draft, Landed, Wanted
-from mmserve.spec.eagle import EagleHead, rotated
+from mmserve.spec.eagle import EagleHead, Turn, turns
 from mmserve.spec.head_kv import HeadKV
 from mmserve.spec.target_parts import TargetParts
 
 WINDOW = 256  # tokens that the head sees
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # sequences; more are not captured
+
+
+class _Inputs(NamedTuple):
+    """What a captured draft reads: [B, F] and [4, B]."""
+
+    features: Tensor
+    ints: Tensor
 
 
 @dataclass
@@ -48,6 +56,7 @@ class EagleDrafter:
         self._head, self._parts = head, parts
         self._kv = HeadKV(window, c.num_kv_heads, c.head_dim, parts.device, parts.dtype)
         self._tails: dict[str, _Tail] = {}
+        self._buffers: dict[int, _Inputs] = {}
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -62,6 +71,8 @@ class EagleDrafter:
         end, window = landed.first + len(features), self._kv.window
         tail = self._tails.get(context.id)
         if tail is None:
+            if self._kv.is_full:
+                self._parts.captures.clear()
             tail = self._tails[context.id] = _Tail(self._kv.take(), landed.first, landed.first)
         kept = features[-window:]
         if landed.first != tail.end or len(kept) < len(features):
@@ -100,23 +111,37 @@ class EagleDrafter:
 
     def _chains(self, tails: Sequence[tuple[_Tail, Context]], length: int) -> Tensor:
         """[B, length] int64: the best guess behind each sequence's last token, and so on."""
-        hidden = self._catch_up(tails)
+        known = self._catch_up(tails)
+        count = len(tails)
         ints = [
             [tail.ring for tail, _ in tails],
             [tail.end - 1 for tail, _ in tails],
             [tail.first for tail, _ in tails],
             [context.token_ids[tail.end] for tail, context in tails],
         ]
-        rings, positions, first, tokens = torch.tensor(ints).to(self._parts.device)
-        chosen = []
-        for step in range(length):
-            hidden = self._advance(hidden, tokens, rings, positions + step, first)
-            tokens = self._head.named(self._head.scores(hidden).argmax(-1))
-            chosen.append(tokens)
-        return torch.stack(chosen, 1)
+        size = next((b for b in BUCKETS if b >= count), None)
+        if size is None:
+            return self._draft(known, torch.tensor(ints).to(self._parts.device), length)
+        at = self._inputs(size)
+        at.features[:count] = known
+        filled = [row + [0] * (size - count) for row in ints]  # ring 0 is nobody's
+        at.ints.copy_(torch.tensor(filled))
+        captured = self._parts.captures.run(
+            (size, length), lambda: self._draft(at.features, at.ints, length)
+        )
+        return captured[:count]
+
+    def _inputs(self, size: int) -> _Inputs:
+        if size not in self._buffers:
+            parts, width = self._parts, self._parts.hidden_size * len(self.taps)
+            self._buffers[size] = _Inputs(
+                torch.zeros(size, width, device=parts.device, dtype=parts.dtype),
+                torch.zeros(4, size, device=parts.device, dtype=torch.long),
+            )
+        return self._buffers[size]
 
     def _catch_up(self, tails: Sequence[tuple[_Tail, Context]]) -> Tensor:
-        """Keys and values of all that is known but the last of each; of that, [B, hidden]."""
+        """Keys and values of all that is known but the last of each; of that, features [B, F]."""
         rings: list[int] = []
         positions: list[int] = []
         tokens: list[int] = []
@@ -127,7 +152,8 @@ class EagleDrafter:
                 features = torch.cat(tail.fresh)[-self._kv.window :]
                 tail.fresh, tail.last = [], features[-1:]
                 first = tail.end - len(features)
-                pieces.append(features[:-1])
+                if len(features) > 1:
+                    pieces.append(features[:-1])
                 rings += [tail.ring] * (len(features) - 1)
                 positions += range(first, tail.end - 1)
                 tokens += context.token_ids[first + 1 : tail.end]
@@ -135,32 +161,48 @@ class EagleDrafter:
             last.append(tail.last)
         if tokens:
             rows = torch.tensor([rings, positions, tokens]).to(self._parts.device)
-            self._absorb(self._head.joined(torch.cat(pieces)), *rows)
-        return self._head.joined(torch.cat(last))
+            self._absorb(torch.cat(pieces), *rows)
+        return torch.cat(last)
 
-    def _absorb(self, hidden: Tensor, rings: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """hidden [T, hidden], the rest [T]."""
-        _, _, k, v = self._head.attending(hidden, self._embed(tokens))
-        self._kv.write(rings, positions, rotated(k, positions, self._head.config.rope_theta), v)
+    def _absorb(self, features: Tensor, rings: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """features [T, F], the rest [T]."""
+        head, heads = self._head, self._head.config.num_heads
+        _, qkv = head.attending(head.joined(features), self._embed(tokens))
+        turn = turns(positions, head.config, qkv.dtype)
+        keys, values = qkv[:, heads:].chunk(2, 1)
+        self._kv.write(rings, positions, torch.cat((turn(keys), values), 1))
 
-    def _advance(
-        self, hidden: Tensor, tokens: Tensor, rings: Tensor, positions: Tensor, first: Tensor
-    ) -> Tensor:
-        """One token further: hidden [B, hidden] of positions [B], the tokens [B] that follow them
-        -> what stands for the model's hidden states of those tokens."""
-        theta = self._head.config.rope_theta
-        residual, q, k, v = self._head.attending(hidden, self._embed(tokens))
-        self._kv.write(rings, positions, rotated(k, positions, theta), v)
+    def _draft(self, features: Tensor, ints: Tensor, length: int) -> Tensor:
+        """features [B, F], ints [4, B]: rings, positions, the first ones known, the tokens behind
+        them -> [B, length] int64. Waits for nothing."""
+        head, (rings, positions, first, tokens) = self._head, ints
+        steps = torch.arange(length, device=ints.device)[:, None] + positions  # [length, B]
+        turn = turns(steps, head.config, features.dtype)
+        hidden = self._kv.hidden(steps, first, features.dtype)
+        state, chosen = head.joined(features), []
+        for step in range(length):
+            residual, qkv = head.attending(state, self._embed(tokens))
+            queries = self._store(qkv, rings, steps[step], Turn(turn.cos[step], turn.sin[step]))
+            state = head.closed(residual, self._attend(queries, rings, hidden[step]))
+            tokens = head.named(head.scores(state).argmax(-1))
+            chosen.append(tokens)
+        return torch.stack(chosen, 1)
+
+    def _store(self, qkv: Tensor, rings: Tensor, positions: Tensor, turn: Turn) -> Tensor:
+        """Keys and values go into the rings; queries [B, H, D], turned."""
+        heads, kv_heads = self._head.config.num_heads, self._head.config.num_kv_heads
+        qk = turn(qkv[:, : heads + kv_heads])
+        self._kv.write(rings, positions, torch.cat((qk[:, heads:], qkv[:, heads + kv_heads :]), 1))
+        return qk[:, :heads]
+
+    def _attend(self, queries: Tensor, rings: Tensor, hidden: Tensor) -> Tensor:
+        """queries [B, H, D], hidden [B, size] -> [B, H, D]."""
+        c = self._head.config
         keys, values = self._kv.read(rings)
-        seen = self._kv.seen(positions, first)[:, None, None]
-        attended = functional.scaled_dot_product_attention(
-            rotated(q, positions, theta)[:, :, None],
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=seen,
-            enable_gqa=True,
-        )
-        return self._head.closed(residual, attended[:, :, 0])
+        grouped = queries.view(len(queries), c.num_kv_heads, -1, c.head_dim)
+        scores = grouped @ keys.transpose(-1, -2) * c.head_dim**-0.5 + hidden[:, None, None]
+        attended: Tensor = scores.softmax(-1) @ values
+        return attended.flatten(1, 2)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self._parts.embed(tokens).to(self._parts.dtype)

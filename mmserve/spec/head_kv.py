@@ -15,9 +15,9 @@ NOBODY = 0  # a ring that rows without a sequence write to
 
 
 class HeadKV:
-    """Rings of `size` tokens, [rings, size, Hkv, D] keys (rotated) and values. Position p stands at
-    p modulo `size`; a position sees the last `window` ones up to itself. What was guessed and was
-    wrong is written over, or lies beyond what anyone sees."""
+    """Rings of `size` tokens, [rings, size, 2 Hkv, D]: keys, rotated, then values. Position p
+    stands at p modulo `size`; a position sees the last `window` ones up to itself. What was guessed
+    and was wrong is written over, or lies beyond what anyone sees."""
 
     def __init__(
         self,
@@ -28,17 +28,21 @@ class HeadKV:
         dtype: torch.dtype,
     ) -> None:
         self.window, self.size = window, window + MOST_TOKENS
-        shape = (1, self.size, num_kv_heads, head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros_like(self.keys)
+        shape = (1, self.size, 2 * num_kv_heads, head_dim)
+        self.rings = torch.zeros(shape, device=device, dtype=dtype)
         self._free: list[int] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `take` would move the rings."""
+        return not self._free
 
     def take(self) -> int:
         """A ring for a new sequence; there is always one more."""
-        if not self._free:
-            first, count = len(self.keys), max(len(self.keys), 4)
-            self.keys = _longer(self.keys, count)
-            self.values = _longer(self.values, count)
+        if self.is_full:
+            first, count = len(self.rings), max(len(self.rings), 4)
+            more = self.rings.new_zeros(count, *self.rings.shape[1:])
+            self.rings = torch.cat((self.rings, more))
             self._free = list(range(first + count - 1, first - 1, -1))
         return self._free.pop()
 
@@ -46,23 +50,19 @@ class HeadKV:
         assert ring != NOBODY and ring not in self._free
         self._free.append(ring)
 
-    def write(self, rings: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        """rings, positions [T] int64; keys, values [T, Hkv, D]. No two rows of one place."""
-        places = positions % self.size
-        self.keys[rings, places] = keys
-        self.values[rings, places] = values
+    def write(self, rings: Tensor, positions: Tensor, kv: Tensor) -> None:
+        """rings, positions [T] int64; kv [T, 2 Hkv, D]. No two rows of one place but nobody's."""
+        self.rings[rings, positions % self.size] = kv
 
     def read(self, rings: Tensor) -> tuple[Tensor, Tensor]:
-        """rings [B] -> keys, values [B, size, Hkv, D]."""
-        return self.keys[rings], self.values[rings]
+        """rings [B] -> keys, values [B, Hkv, size, D]."""
+        keys, values = self.rings[rings].transpose(1, 2).chunk(2, 1)
+        return keys, values
 
-    def seen(self, positions: Tensor, first: Tensor) -> Tensor:
-        """positions, first [B] -> [B, size] bool: which places hold what is seen from a position,
-        where nothing is known from before `first`."""
+    def hidden(self, positions: Tensor, first: Tensor, dtype: torch.dtype) -> Tensor:
+        """positions, first [..., B] -> [..., B, size]: 0 where a place holds what is seen from a
+        position, where nothing is known from before `first`; minus infinity elsewhere."""
         places = torch.arange(self.size, device=positions.device)
-        held = positions[:, None] - (positions[:, None] - places) % self.size
-        return held >= torch.maximum(first, positions - self.window + 1)[:, None]
-
-
-def _longer(rings: Tensor, count: int) -> Tensor:
-    return torch.cat((rings, rings.new_zeros(count, *rings.shape[1:])))
+        held = positions[..., None] - (positions[..., None] - places) % self.size
+        seen = held >= torch.maximum(first, positions - self.window + 1)[..., None]
+        return torch.zeros_like(held, dtype=dtype).masked_fill(~seen, float("-inf"))

@@ -1,13 +1,14 @@
 """What a trained head borrows of the model that it drafts for.
 
-Owns `TargetParts` alone. Knows nothing of how the model is built or run; whoever serves it fills
-this in.
+Owns `TargetParts` and what captures nothing. Knows nothing of how the model is built or run;
+whoever serves it fills this in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,26 @@ Linear = Callable[[Tensor], Tensor]
 def dense(weight: Tensor, bias: Tensor | None) -> Linear:
     """x [..., K] -> [..., N] in the weight's own dtype."""
     return lambda x: functional.linear(x, weight, bias)
+
+
+class Captures(Protocol):
+    """Launches that a device may do again without being told each part."""
+
+    def run(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        """What `compute` returns; of a key that is known it may not be called, so all that it reads
+        and writes stays at its place."""
+
+    def clear(self) -> None:
+        """Those places are about to move."""
+
+
+class NoCaptures:
+    """Does what it is told, each time."""
+
+    def run(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    def clear(self) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,3 +57,4 @@ class TargetParts:
     device: torch.device
     dtype: torch.dtype
     linear: Callable[[Tensor, Tensor | None], Linear] = dense
+    captures: Captures = field(default_factory=NoCaptures)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmserve.spec.eagle import EagleHead, rotated
+from mmserve.spec.eagle import EagleHead, turns
 from mmserve.spec.medusa import MedusaHeads
 from mmserve.train_drafter.corpus import Batch
 
@@ -43,7 +43,7 @@ class TrainedEagle:
         self.head, self._embedding, self._window = head, embedding, window
 
     def states(self, batch: Batch, steps: int) -> list[Tensor]:
-        head, theta = self.head, self.head.config.rope_theta
+        head, c = self.head, self.head.config
         length = batch.tokens.shape[1]
         places = torch.arange(length, device=batch.tokens.device)
         hidden = head.joined(batch.features.to(head.fc.weight.dtype))
@@ -52,14 +52,14 @@ class TrainedEagle:
         found: list[Tensor] = []
         for step in range(steps):
             embeds = self._embedding[batch.tokens.roll(-1 - step, 1)].to(hidden.dtype)
-            residual, q, k, v = head.attending(hidden, embeds)
-            at = places + step
-            keys.append(rotated(k, at, theta))
+            residual, qkv = head.attending(hidden, embeds)
+            qk, v = torch.split(qkv, (c.num_heads + c.num_kv_heads, c.num_kv_heads), -2)
+            turned = turns(places + step, c, qk.dtype)(qk)
+            q, k = torch.split(turned, (c.num_heads, c.num_kv_heads), -2)
+            keys.append(k)
             values.append(v)
-            hidden = head.closed(
-                residual, _attended(rotated(q, at, theta), keys, values, self._window)
-            )
-            found.append(head.norm(hidden) if head.config.third else hidden)
+            hidden = head.closed(residual, _attended(q, keys, values, self._window))
+            found.append(head.norm(hidden) if c.third else hidden)
         return found
 
 
@@ -79,7 +79,7 @@ def _attended(q: Tensor, keys: list[Tensor], values: list[Tensor], window: int) 
     each further step the one of its own index: its own line of guesses.
     """
     step, (batch, length, heads, dim) = len(keys) - 1, q.shape
-    grouped = q.view(batch, length, keys[0].shape[2], -1, dim)  # [B, L, Hkv, G, D]
+    grouped = q.reshape(batch, length, keys[0].shape[2], -1, dim)  # [B, L, Hkv, G, D]
     places = torch.arange(length, device=q.device)
     back = places[:, None] - places
     seen = (back >= 0) & (back + step < window)

@@ -168,7 +168,7 @@ def test_an_ended_sequence_leaves_its_ring_to_the_next() -> None:
         used.propose([Wanted(old, 5)])
         used.end(old)
         used.end(old)  # nothing is known of it by now
-    assert len(used._kv.keys) <= 5
+    assert len(used._kv.rings) <= 5
     who, states = context("new", tokens(4)), features(3, head)
     for drafter in (used, fresh):
         drafter.landed(who, told(0, states))
