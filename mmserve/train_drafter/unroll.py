@@ -53,9 +53,9 @@ class TrainedEagle:
         for step in range(steps):
             embeds = self._embedding[batch.tokens.roll(-1 - step, 1)].to(hidden.dtype)
             residual, qkv = head.attending(hidden, embeds)
-            qk, v = torch.split(qkv, (c.num_heads + c.num_kv_heads, c.num_kv_heads), -2)
+            qk, v = torch.split(qkv, [c.num_heads + c.num_kv_heads, c.num_kv_heads], -2)
             turned = turns(places + step, c, qk.dtype)(qk)
-            q, k = torch.split(turned, (c.num_heads, c.num_kv_heads), -2)
+            q, k = torch.split(turned, [c.num_heads, c.num_kv_heads], -2)
             keys.append(k)
             values.append(v)
             hidden = head.closed(residual, _attended(q, keys, values, self._window))
