@@ -138,19 +138,23 @@ class Control:
 
     def stepped(
         self,
-        seconds: float,
+        seconds: float | None,
         num_seqs: int,
         outcomes: Sequence[Outcome] = (),
         draft_seconds: float = 0.0,
     ) -> float:
-        """A step has landed in which every one of `num_seqs` sequences got a token, and nothing
-        else was done. Returns the seconds that its drafts saved (negative: lost).
+        """A step has landed in which each of `num_seqs` sequences got a token or more. Returns the
+        seconds that its drafts saved (negative: lost).
 
         `seconds`: since the step before had landed, or since this one was begun if nothing was
-        under way; `draft_seconds` of them went to guessing. `outcomes`: of every sequence that had
-        been planned a draft, also where none was made; none for a plain step.
+        under way; `draft_seconds` of them went to guessing. None: something else was done as well
+        (a part of a prompt, an image), so that they tell nothing. `outcomes`: of every sequence
+        that had been planned a draft, also where none was made; none for a plain step.
         """
         self._step += 1
+        if seconds is None:
+            self._learn(outcomes)
+            return 0.0
         bucket = bucket_of(num_seqs)
         if not outcomes:
             self._plain.add(num_seqs, seconds, self._step)

@@ -183,6 +183,19 @@ def test_seconds_saved_are_those_that_the_same_tokens_would_have_taken_less_the_
     assert control.stepped(3.0, 2, [Outcome("a", 2, 2, 0)]) == -1.0
 
 
+def test_steps_that_did_other_things_too_tell_of_acceptance_but_not_of_costs() -> None:
+    control = Control(8)
+    for _ in range(ENOUGH):
+        control.stepped(None, 1)
+    assert control.plan([("a", False)]) == {}
+    for _ in range(ENOUGH):
+        control.stepped(1.0, 1)
+    assert control.plan([("a", False)])
+    for _ in range(100):
+        assert control.stepped(None, 1, [Outcome("a", 8, 8, 0)]) == 0.0
+    assert control.plan([("a", False)]) == {}
+
+
 def test_a_sequence_may_end_while_its_draft_is_checked() -> None:
     control = Control(4)
     for _ in range(ENOUGH):
