@@ -80,6 +80,18 @@ class TierConfig:
 
 
 @dataclass(frozen=True)
+class SpecConfig:
+    """Speculative drafting, in vLLM's words. `method` None: off."""
+
+    method: str | None = None  # one of METHODS
+    num_speculative_tokens: int = 8  # how far ahead a draft reaches, at most
+    model: str | None = None  # of a head or a draft model; None: what came with the target
+    # ngram: how many of the last tokens have to occur earlier, at least and at most.
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int = 64  # sequences running in one step
     max_num_batched_tokens: int = 512  # text tokens in one step
@@ -94,6 +106,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     images: ImageLimits = field(default_factory=ImageLimits)
     tiers: TierConfig = field(default_factory=TierConfig)
+    speculative: SpecConfig = field(default_factory=SpecConfig)
 
 
 @dataclass(frozen=True)

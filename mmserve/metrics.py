@@ -81,6 +81,7 @@ class Metrics:
 
         self._add_pages()
         self._add_tiers()
+        self._add_drafts()
 
     def _add_pages(self) -> None:
         usage = Gauge(
@@ -147,6 +148,32 @@ class Metrics:
             "found in the vision pool, and of all prompt tokens those that came up from a tier",
             "cause",
         )
+
+    def _add_drafts(self) -> None:
+        labels = "drafter", "images"
+        self._drafts = self._labelled(Counter, "spec_decode_num_drafts", "Drafts checked", *labels)
+        self._draft_tokens = self._labelled(
+            Counter, "spec_decode_num_draft_tokens", "Tokens drafted", *labels
+        )
+        self._draft_hits = self._labelled(
+            Counter, "spec_decode_num_accepted_tokens", "Drafted tokens that were right", *labels
+        )
+        self._draft_places = self._labelled(
+            Counter,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were right, by how far ahead they were, from 0",
+            *labels,
+            "position",
+        )
+
+    def drafted(self, drafter: str, images: bool, tokens: int, right: int) -> None:
+        """A draft was checked; `images`: with some in its context."""
+        labels = drafter, "yes" if images else "no"
+        self._drafts.labels(*labels).inc()
+        self._draft_tokens.labels(*labels).inc(tokens)
+        self._draft_hits.labels(*labels).inc(right)
+        for position in range(right):
+            self._draft_places.labels(*labels, str(position)).inc()
 
     def tier_hits(self, kind: str, tokens: int) -> None:
         self._hits.labels(kind).inc(tokens)

@@ -72,6 +72,13 @@ class Course:
         """What `regime` has to be for a sequence that has come to this length."""
         return self.regimes.of(length) if self.regimes.whole else self.regime
 
+    def room(self, length: int, wanted: int) -> int:
+        """How many positions, at most `wanted`, surely follow a length in the same regime."""
+        if self.due(length + max(wanted, 0)) == self.regime:
+            return wanted
+        trained = self.regimes.trained
+        return 0 if self.regime or trained is None else max(trained - length, 0)
+
     def salt(self, position: int) -> bytes:
         """What the key of the row at a position has to say, where the key before it does not."""
         regime = self.at(position)

@@ -183,12 +183,14 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Milliseconds of one request."""
+    """Milliseconds of one request, and what speculation did for it."""
 
     queue_ms: float = 0.0
     image_ms: float = 0.0
     prompt_ms: float = 0.0  # from first scheduled to first token, images included
     predicted_ms: float = 0.0
+    drafted: int = 0  # tokens that a drafter guessed
+    accepted: int = 0  # of these, the ones that were right
 
 
 @dataclass(frozen=True)

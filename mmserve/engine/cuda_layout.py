@@ -128,7 +128,7 @@ class CUDALayout:
     # -- decoding -------------------------------------------------------------------------------
 
     def _decodes(self, chunk: Chunk) -> bool:
-        if chunk.count != 1 or chunk.images:
+        if chunk.count != 1 or chunk.images or chunk.draft is not None:
             return False
         return not self.sight.whole_prompt or chunk.start >= chunk.seq.num_prompt_tokens
 
@@ -201,7 +201,7 @@ class CUDALayout:
         if self.scaled:
             lines[1 + self.axes] = regimes
         for number, (group, lane) in enumerate(
-            zip(self.groups, self._lanes_of(seq, anew=True), strict=True)
+            zip(self.groups, self._lanes_of(seq, anew=not chunk.decodes), strict=True)
         ):
             reads: Any = reads_of(seq, rows, group, self.sight)
             pages = lane.cover(-(-int(reads[1].max()) // self.page_size))
@@ -252,20 +252,28 @@ class CUDALayout:
 
 
 def slices(chunks: list[Chunk], size: int) -> list[list[Chunk]]:
-    """The same rows in steps of `size`, the last of what is left."""
+    """The same rows in steps of `size`, the last of what is left; a draft is not cut."""
     assert not any(chunk.images for chunk in chunks), "an image in its context is never cut"
     made: list[list[Chunk]] = [[]]
     room = size
     for chunk in chunks:
+        if chunk.draft is not None:
+            assert chunk.num_rows <= size
+            if chunk.num_rows > room:
+                made.append([])
+                room = size
+            made[-1].append(chunk)
+            room -= chunk.num_rows
+            continue
         start, end = chunk.start, chunk.start + chunk.count
         while start < end:
+            if not room:
+                made.append([])
+                room = size
             count = min(end - start, room)
             samples = chunk.samples and start + count == end
             made[-1].append(Chunk(chunk.seq, start, count, samples))
             start, room = start + count, room - count
-            if not room:
-                made.append([])
-                room = size
     return [part for part in made if part]
 
 

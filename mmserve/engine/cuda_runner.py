@@ -20,7 +20,7 @@ from mmserve.engine.cuda_layout import CUDALayout, Layout, slices
 from mmserve.engine.feature_cache import Done
 from mmserve.engine.graphs import URGENT, Graphs
 from mmserve.engine.model_runner import Logits, ModelRunner
-from mmserve.engine.plan import StepInput
+from mmserve.engine.plan import StepInput, chosen_rows
 from mmserve.engine.transfer import resolve_pending, send, upload
 from mmserve.engine.vision_stream import CapturedTower, VisionStream
 from mmserve.kernels import work
@@ -204,21 +204,21 @@ class CUDARunner(ModelRunner):
         if self._sliced:
             return self._run_sliced(chunks)
         hidden, last = self._run_chunks(chunks)
-        sampling = [i for i, c in enumerate(chunks) if c.samples]
-        if not sampling:
+        rows = chosen_rows(chunks, last)
+        if not rows:
             return None
-        if sampling == list(range(len(chunks))) == last:
-            picked = hidden[: len(chunks)]
+        if rows == list(range(len(rows))):
+            picked = hidden[: len(rows)]
         else:
-            picked = hidden[upload([last[i] for i in sampling], torch.long, self.device)]
-        return Logits([chunks[i] for i in sampling], self._logits(picked))
+            picked = hidden[upload(rows, torch.long, self.device)]
+        return Logits([c for c in chunks if c.samples], self._logits(picked))
 
     def _run_sliced(self, chunks: list[Chunk]) -> Logits | None:
         """The same in steps of SLICE rows, one after another."""
         values = []
         for part in slices(chunks, SLICE):
             hidden, last = self._run_chunks(part)
-            picked = [row for row, chunk in zip(last, part, strict=True) if chunk.samples]
+            picked = chosen_rows(part, last)
             if picked:
                 index = upload(picked, torch.long, self.device)
                 values.append(self._logits(hidden)[index])
@@ -239,7 +239,7 @@ class CUDARunner(ModelRunner):
         ids = send(torch.from_numpy(layout.rows[0].astype(np.int64)), self.device)
         ids = resolve_pending(ids, self._previous)
         none = torch.zeros(0, dtype=torch.long, device=self.device)
-        return self._embed(StepInput(ids, none, None, chunks, none, (), layout.images))
+        return self._embed(StepInput(ids, none, None, chunks, [], (), layout.images))
 
     # -- launching ------------------------------------------------------------------------------
 

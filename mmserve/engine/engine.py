@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,47 +20,53 @@ from typing import Any, NamedTuple
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
 from mmserve.engine.border import Border, build_border
+from mmserve.engine.build_drafter import build_drafter
 from mmserve.engine.build_tiers import build_tiers
+from mmserve.engine.drafting import Drafting
 from mmserve.engine.figures import Figures, describe
 from mmserve.engine.grammar import Grammars, Matcher
-from mmserve.engine.image_kv import ImageKV
+from mmserve.engine.image_steps import ImageSteps
 from mmserve.engine.kv_transfer import KVTransfer, Placed, identity_of
 from mmserve.engine.live import Live, Row
 from mmserve.engine.live_beams import LiveBeams
 from mmserve.engine.meter import board_meter, step_work
 from mmserve.engine.model_runner import ModelRunner, build_runner
 from mmserve.engine.page_copy import copy_pages
-from mmserve.engine.sampler import Drawn, Sampler
-from mmserve.held_image import ABSENT
+from mmserve.engine.sampler import Drawn, SampledToken, Sampler, SamplingState
 from mmserve.kvfile.file import KVFile, write_file
 from mmserve.kvfile.header import KVFileError, KVHeader, KVMismatchError
 from mmserve.metrics import Metrics
 from mmserve.model.weights import Loaded
-from mmserve.request import FinishReason, ImageInput, ImageSegment, Request, TokenEvent
+from mmserve.request import FinishReason, ImageSegment, Request, TokenEvent
 from mmserve.scheduler.admission import beam_limit
-from mmserve.scheduler.batch import Batch, ContextImage, ImageJob
+from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.scheduler import Scheduler
 from mmserve.sequence import Sequence
+from mmserve.spec.draft import Draft
 from mmserve.tiers.kv_object import Owner
 
 logger = logging.getLogger(__name__)
-
-# Images ride along in steps of so many rows at most: up to there a step reads weights for most of
-# its time, beyond it computes, and the two would only take turns.
-MOST_RIDDEN_ROWS = 256
-LONGEST_START_S = 0.005  # of the host, in a step that images ride along; at least one is started
-MAX_KEYS = 4096  # images of which is known where they were computed last
 
 Event = tuple[str, TokenEvent]  # (request id, what happened)
 
 
 class Flight(NamedTuple):
-    """A launched step. `live`: whose tokens `drawn` has, by row; `started`: `time.monotonic`."""
+    """A launched step. `chunks`: whose tokens `drawn` has, in order, `Chunk.num_chosen` of each;
+    `live`: whose they are; `started`: `time.monotonic`."""
 
     batch: Batch
+    chunks: list[Chunk]
     live: list[Row]
     drawn: Drawn
     started: float
+
+    def parts(self, tokens: list[SampledToken]) -> Iterator[tuple[Row, Chunk, list[SampledToken]]]:
+        """What has been chosen for each request that has not ended meanwhile."""
+        at = 0
+        for live, chunk in zip(self.live, self.chunks, strict=True):
+            if not live.seq.finished:
+                yield live, chunk, tokens[at : at + chunk.num_chosen]
+            at += chunk.num_chosen
 
 
 class Engine:
@@ -77,26 +83,32 @@ class Engine:
         self.scheduler = build_scheduler(config, self.runner, loaded.max_model_len)
         border = border or build_border(loaded, config.images, dtype=self.runner.dtype)
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
-        self._last_keys: dict[bytes, bytes] = {}  # by digest, of images computed in their context
-        self.pipeline.connect(self._is_resident, self.metrics.image_decodes.inc)
         owner = Owner(self.kv.identity, self._compatible)
         self.tiers = build_tiers(config.tiers, owner, self.runner, self.scheduler, self.metrics)
         self._figures = Figures(self.metrics, self.scheduler, self.tiers)
-        pools = [self.runner.vision[g] for g in self.scheduler.holdings.image_groups]
-        self.images = ImageKV(
-            pools,
-            lambda digest: self._last_keys.get(digest, digest),
+        self._live: dict[str, Live] = {}
+        self._images = ImageSteps(
+            self.runner,
+            self.scheduler.holdings,
+            self.pipeline,
+            self.metrics,
+            self._live,
+            self._finish,
             self.tiers.image_tier if self.tiers is not None else lambda key: None,
         )
+        self.images = self._images.kv
         self.default_sampling = border.sampling
         # Tokens that can be chosen, and can be spoken of.
         self.vocab_size = min(self.tokenizer.vocab_size, self.runner.adapter.vocab_size)
         self.grammars = Grammars(self.tokenizer)
+        self.drafting: Drafting | None = None
+        if (drafter := build_drafter(config.speculative)) is not None:
+            length = config.speculative.num_speculative_tokens
+            self.drafting = Drafting(drafter, length, self.scheduler.holdings, self.metrics)
         # One flight is in the air between two steps. May be set at any time, to compare.
         self.overlaps = self.runner.overlaps
         self._flight: Flight | None = None
         self._sampler = Sampler()
-        self._live: dict[str, Live] = {}
         self._outbox: list[Event] = []
 
     @property
@@ -155,7 +167,7 @@ class Engine:
         if self.tiers is not None:
             for seq in self.tiers.ready():
                 self.scheduler.add(seq)
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(self._draft())
         flight = self._launch(batch, started) if batch else None
         self._land()
         self._flight = flight
@@ -207,100 +219,29 @@ class Engine:
 
     # -- parts of a step ------------------------------------------------------------------------
 
-    def _see_ahead(self, batch: Batch) -> Batch:
-        """What of a step to launch now: all of it, or what need not wait for images that are still
-        being looked at.
-
-        Those images ride along: a step of few rows reads weights and leaves the arithmetic to
-        them. What is held is scheduled again by each step until they have been seen. So everybody
-        gets on: a step is never empty, nothing is held for a step without others in it, and an
-        image that has been started is seen in time whatever is launched meanwhile.
-        """
-        runner = self.runner
-        if not runner.sees_beside or not (batch.images or any(c.images for c in batch.chunks)):
-            return batch
-        now = batch.without(lambda image: not runner.has_seen(image.digest))
-        if not now.chunks or now.num_tokens > MOST_RIDDEN_ROWS:
-            return batch
-        wanted = [(job.key, job.image) for job in batch.images]
-        wanted += [(c.placed.key, c.placed.image) for chunk in now.held for c in chunk.images]
-        for _, image in wanted:
-            runner.touch(image.digest)
-        started = time.monotonic()
-        new = (each for each in wanted if not runner.knows(each[1].digest))
-        for number, (key, image) in enumerate(new):
-            if number and time.monotonic() - started > LONGEST_START_S:
-                break
-            self._see(key, image)
-        return now
-
-    def _see(self, key: bytes, image: ImageInput) -> bool:
-        """Have an image looked at, if it is new; a failure ends the requests that need it and no
-        others."""
-        if self.runner.knows(image.digest):
-            self.runner.touch(image.digest)
-            return True
-        if not self.scheduler.holdings.is_reserved(key):
-            return False  # its last holder has just ended, with another image that failed
-        whole = image.whole
-        seen = self._try_image(key, lambda: self.runner.see(whole, self.pipeline.pixels(whole)))
-        self.metrics.vision_encoder_runs.inc(seen)
-        return seen
-
-    def _encode(self, job: ImageJob) -> None:
-        """Write one image's KV; failures as above."""
-        holdings = self.scheduler.holdings
-        if not self._see(job.key, job.image) or not holdings.is_reserved(job.key):
-            return
-        if self._try_image(job.key, lambda: self.runner.encode(job)):
-            holdings.settle(job.key, written=True)
-            self.metrics.vision_kv_writes.inc(job.image.part_of is None)
-
-    def _is_resident(self, digest: bytes) -> bool:
-        """Whether an image's pixels are not needed; where it is computed in its context, if that is
-        the one that it was last computed in: for another, a step makes them. Any thread may ask."""
-        key = self._last_keys.get(digest, digest)
-        return self.images.state(key) != ABSENT or self.runner.knows(digest)
-
-    def _note_context(self, context: ContextImage) -> None:
-        """An image is computed in its context, under this key."""
-        placed = context.placed
-        self._last_keys.pop(placed.image.digest, None)
-        self._last_keys[placed.image.digest] = placed.key
-        if len(self._last_keys) > MAX_KEYS:
-            del self._last_keys[next(iter(self._last_keys))]
-
-    def _try_image(self, key: bytes, work: Callable[[], None]) -> bool:
-        """Work on an image, charged to whoever waits for it."""
-        started = time.monotonic()
-        holdings = self.scheduler.holdings
-        holders = [live for live in self._live.values() if holdings.awaits(live.seq, key)]
-        try:
-            work()
-        except Exception:
-            logger.exception("encoding an image failed")
-            holdings.settle(key, written=False)
-            for live in holders:
-                self._finish(live, FinishReason.ERROR, "The image could not be encoded.")
-            return False
-        for live in holders:
-            live.clock.schedule(started)
-            live.clock.image_s += time.monotonic() - started
-        return True
+    def _draft(self) -> Mapping[str, Draft]:
+        """What to check in the next step. A draft in the air has to land before it."""
+        drafting = self.drafting
+        if drafting is None:
+            return {}
+        wanted = drafting.wants(self._live.values())
+        if wanted or (self._flight is not None and self._flight.batch.has_drafts):
+            self._land()
+        return drafting.propose(self._live.values()) if wanted else {}
 
     def _launch(self, batch: Batch, started: float) -> Flight:
         """Start a step on the device; pending tokens stand for those it will choose."""
         if batch.images:
             for chunk in batch.chunks:
                 self._live[chunk.seq.id].clock.schedule(started)
-        batch = self._see_ahead(batch)
+        batch = self._images.ahead(batch)
         for job in batch.images:
-            self._encode(job)
+            self._images.encode(job)
         for chunk in batch.chunks:
             for context in chunk.images:
-                self._note_context(context)
+                self._images.note_context(context)
                 if not chunk.seq.finished:
-                    self._see(context.placed.key, context.placed.image)
+                    self._images.see(context.placed.key, context.placed.image)
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         previous = self._flight.drawn.tokens if self._flight else None
         copy_pages(self.runner.text, [copy for chunk in batch.chunks for copy in chunk.copies])
@@ -313,14 +254,23 @@ class Engine:
         for seq in self.scheduler.ended_prefills():
             self._finish(self._live[seq.id], FinishReason.STOP)
         if logits is None:
-            return Flight(batch, [], Drawn.nothing(self.runner.device), started)
-        rows = [self._live[chunk.seq.id].row(chunk.seq) for chunk in logits.chunks]
-        if any(live.matcher and live.seq.num_pending for live in rows):
+            return Flight(batch, [], [], Drawn.nothing(self.runner.device), started)
+        lives = [self._live[chunk.seq.id].row(chunk.seq) for chunk in logits.chunks]
+        if any(live.matcher and live.seq.num_pending for live in lives):
             self._land()  # a grammar has to see a token before it can say what follows
-        drawn = self._sampler.begin(logits.values, [live.sampling for live in rows], previous)
-        for row, live in enumerate(rows):
-            live.launched(row)
-        return Flight(batch, rows, drawn, started)
+        states: list[SamplingState] = []
+        rows: list[int] = []  # by chunk, its first
+        for live, chunk in zip(lives, logits.chunks, strict=True):
+            rows.append(len(states))
+            states.append(live.sampling)
+            if chunk.draft is not None and self.drafting is not None:
+                states += self.drafting.behind(live, chunk.draft)
+        drawn = self._sampler.begin(logits.values, states, previous)
+        for live, chunk, row in zip(lives, logits.chunks, rows, strict=True):
+            if chunk.draft is None:  # else it is not chosen for good before it has landed
+                live.sampling.spend(1)
+                live.launched(row)
+        return Flight(batch, logits.chunks, lives, drawn, started)
 
     def _land(self) -> None:
         """Wait for the step in the air, if any, and hand out its tokens."""
@@ -331,19 +281,37 @@ class Engine:
         now = time.monotonic()
         if self.energy.enabled:  # before anybody ends: a request's last step is its own
             self.energy.share(step_work(flight.batch))
-        # Whoever has ended meanwhile gets no more tokens.
-        landed = [(i, t) for i, t in zip(flight.live, tokens, strict=True) if not i.seq.finished]
-        for live, token in landed:
-            self._figures.observe_token(live, now)
-            event = live.push(token, now)
-            self._outbox.append((live.request.id, event))
-            if event.finish_reason is not None:
-                self._retire(self._live[live.request.id])
-            elif isinstance(live, Live) and live.seq.outgrown:
-                live.keep_counts()
-                live.sampling.forget(self.scheduler.cut(live.seq))
-        self.metrics.generation_tokens.inc(len(landed))
+        for live, chunk, chosen in flight.parts(tokens):
+            self._take(live, chunk, chosen, now)
         self._figures.count(flight.batch, flight.started)
+
+    def _take(self, live: Row, chunk: Chunk, chosen: list[SampledToken], now: float) -> None:
+        """Hand out what a step has chosen for a row: one token, and as many more as its draft had
+        right."""
+        drafting, draft, seq = self.drafting, chunk.draft, live.seq
+        path: tuple[int, ...] = ()
+        if drafting is not None and draft is not None and isinstance(live, Live):
+            path = drafting.verify(live, draft, chosen)
+        ended = False
+        for count, number in enumerate((-1, *path), 1):
+            self._figures.observe_token(live, now)
+            event = live.push(chosen[1 + number], now)
+            self._outbox.append((live.request.id, event))
+            self.metrics.generation_tokens.inc()
+            seq.num_computed_tokens += count <= len(path)  # what was right has been computed
+            if ended := event.finish_reason is not None:
+                break
+        if draft is not None:
+            live.sampling.spend(count)
+        if drafting is not None and isinstance(live, Live):
+            drafting.landed(live, chunk, chosen, path)
+        if ended:
+            self._retire(self._live[live.request.id])
+        elif isinstance(live, Live) and seq.outgrown:
+            live.keep_counts()
+            if drafting is not None:
+                drafting.end(live)
+            live.sampling.forget(self.scheduler.cut(seq))
 
     def _finish(self, live: Live, reason: FinishReason, error: str | None = None) -> None:
         self._outbox.append((live.request.id, live.end(reason, error)))
@@ -353,6 +321,8 @@ class Engine:
         if self.tiers is not None:
             self.tiers.note_end(live.seq)
         self.scheduler.finish(live.seq)
+        if self.drafting is not None:
+            self.drafting.end(live)
         del self._live[live.request.id]
         self._figures.observe_end(live)
         if self.energy.enabled:

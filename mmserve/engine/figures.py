@@ -62,7 +62,7 @@ class Figures:
         now = time.monotonic()
         seconds = now - max(started, self._landed_at)
         self._landed_at = now
-        decoding = sum(c.num_rows == 1 for c in batch.chunks)
+        decoding = sum(c.num_rows for c in batch.chunks if c.decodes)
         share = decoding / batch.num_tokens if decoding and not batch.images else 0.0
         self._metrics.decode_seconds.inc(seconds * share)
         self._metrics.prefill_seconds.inc(seconds * (1 - share))
@@ -72,7 +72,7 @@ class Figures:
     def _price(self, batch: Batch, seconds: float) -> None:
         """What prompts cost, as far as a step shows it: with few rows it only reads weights."""
         assert self._tiers is not None
-        chunks = [c for c in batch.chunks if c.num_rows > 1]
+        chunks = [c for c in batch.chunks if not c.decodes]
         text = sum(c.count for c in chunks)
         seen = sum(c.num_rows for c in chunks) - text
         seen += sum(job.image.num_tokens for job in batch.images)

@@ -112,6 +112,11 @@ class Matcher:
         reason = _words(self.inner.get_error().split("\n", 1)[0])
         return f"The answer got stuck in its grammar: {reason}."
 
+    def fork(self, token_id: int) -> Matcher | None:
+        """Another one, gone on by a token; None where the grammar does not allow it."""
+        fork = self.copy()
+        return fork if fork.accept(token_id) is None else None
+
 
 class Grammars:
     """Compiles for one tokenizer. Thread-safe; a cache hit waits for nobody who compiles."""

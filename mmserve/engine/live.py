@@ -14,7 +14,7 @@ from mmserve.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from mmserve.engine.grammar import Matcher
 from mmserve.engine.sampler import SampledToken, SamplingState
 from mmserve.request import FinishReason, Request, Timings, TokenEvent, TokenLogprob, Usage
-from mmserve.sequence import Sequence
+from mmserve.sequence import Sequence, SequenceStatus
 from mmserve.tokenizer import Tokenizer
 
 
@@ -27,6 +27,8 @@ class Clock:
     first_token: float | None = None
     last_token: float | None = None
     image_s: float = 0.0  # spent on images of this request
+    drafted: int = 0  # tokens
+    accepted: int = 0
 
     def schedule(self, now: float) -> None:
         """The request is in a step; the first time counts."""
@@ -41,6 +43,8 @@ class Clock:
             image_ms=1e3 * self.image_s,
             prompt_ms=1e3 * (first - scheduled),
             predicted_ms=1e3 * (now - first),
+            drafted=self.drafted,
+            accepted=self.accepted,
         )
 
 
@@ -96,10 +100,24 @@ class Live:
         if not self.seq.finished:
             self.seq.append_pending(row)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether its last token is all that is left to compute."""
+        left = self.seq.num_tokens - self.seq.num_computed_tokens
+        alone = self.request.params.beams is None
+        return alone and left == 1 and self.seq.status is SequenceStatus.RUNNING
+
+    def ends_at(self, token: int) -> bool:
+        """Whether an answer ends with this token."""
+        return token in self._ends or token in self.tokenizer.eos_token_ids
+
     def push(self, sampled: SampledToken, now: float) -> TokenEvent:
         """Take the token that landed `now`; the event has a finish reason if it is the last."""
         seq, token = self.seq, sampled.token_id
-        seq.settle(token)
+        if seq.num_pending:
+            seq.settle(token)
+        else:
+            seq.append(token)
         ends = token in self._ends
         if self.matcher is not None:
             stuck = self.matcher.accept(token)

@@ -16,7 +16,7 @@ from mmserve.cache.layer_group import LayerGroup
 from mmserve.cache.pool_sizes import text_budgets, vision_budgets
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.feature_cache import Done, FeatureCache
-from mmserve.engine.plan import Planner, StepInput
+from mmserve.engine.plan import Planner, StepInput, chosen_rows
 from mmserve.engine.rows import slots_in
 from mmserve.engine.vision_mode import vision_mode
 from mmserve.errors import first_line
@@ -34,7 +34,8 @@ from mmserve.scheduler.batch import Batch, Chunk, ImageJob
 
 
 class Logits(NamedTuple):
-    """`values` [C, vocab], floats: the next token's logits of each sampling chunk, in order."""
+    """`values` [R, vocab], floats: the next token's logits of each sampling chunk, in order; of one
+    with a draft, `Chunk.num_chosen` rows."""
 
     chunks: list[Chunk]
     values: Tensor
@@ -267,12 +268,11 @@ class ModelRunner:
         step = self._step(step_input.plans)
         where, regimes = step_input.positions, step_input.regimes
         hidden = self.adapter.decode(embeds, where, step, regimes, **extra)
-        sampling = [i for i, c in enumerate(step_input.order) if c.samples]
-        if not sampling:
+        rows = chosen_rows(step_input.order, step_input.last)
+        if not rows:
             return None
-        rows = step_input.last[torch.tensor(sampling, device=self.device)]
-        values = self.adapter.logits(hidden[rows]).float()
-        return Logits([step_input.order[i] for i in sampling], values)
+        values = self.adapter.logits(hidden[torch.tensor(rows, device=self.device)]).float()
+        return Logits([c for c in step_input.order if c.samples], values)
 
     def _embed(self, step_input: StepInput) -> tuple[Tensor, dict[str, Any]]:
         """Embeddings [T, hidden] of a step's rows, and what else the decoder is told."""

@@ -40,17 +40,26 @@ class ImageRows(NamedTuple):
     placed: PlacedImage
 
 
+def chosen_rows(chunks: Sequence[Chunk], last: Sequence[int]) -> list[int]:
+    """The flat rows whose successor is chosen, chunk by chunk. `last`: each chunk's last row."""
+    return [
+        row
+        for chunk, end in zip(chunks, last, strict=True)
+        for row in range(end + 1 - chunk.num_chosen, end + 1)
+    ]
+
+
 class StepInput(NamedTuple):
     """`token_ids` [T] int64 (0 in an image without tokens of its own), `positions` [T] or
     [axes, T] int64, or the table's rows for them where the plan's angles are used; `regimes` [T]
-    int64 (None: all 0); `order`: the chunks as laid out; `last` [C] int64: the flat row of each
-    chunk's last token, in that order; `plans`: by layer group."""
+    int64 (None: all 0); `order`: the chunks as laid out; `last`: the flat row of each chunk's last
+    token, in that order; `plans`: by layer group."""
 
     token_ids: Tensor
     positions: Tensor
     regimes: Tensor | None
     order: list[Chunk]
-    last: Tensor
+    last: list[int]
     plans: tuple[AttentionPlan, ...]
     images: list[ImageRows]
 
@@ -169,7 +178,7 @@ class _GroupBuilder:
 
 
 def _lone(chunk: Chunk) -> bool:
-    return chunk.count == 1 and not chunk.images
+    return chunk.count == 1 and not chunk.images and chunk.draft is None
 
 
 def angles(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,7 +263,7 @@ class Planner:
             where if self.axes > 1 else where[0],
             torch.from_numpy(of_rows).to(device) if of_rows.any() else None,
             decode + prefill,
-            torch.tensor(last).to(device),
+            last,
             plans,
             images,
         )

@@ -20,6 +20,7 @@ from mmserve.model.rope import Block
 from mmserve.scheduler.batch import Chunk, ContextImage
 from mmserve.sequence import PlacedImage
 from mmserve.sequence import Sequence as Seq
+from mmserve.spec.draft import Draft
 
 Ints = npt.NDArray[np.int64]
 
@@ -47,6 +48,8 @@ class Rows:
             at = border
         if at < end:
             parts.append(_text_rows(chunk.seq, at, end, axes))
+        if chunk.draft is not None:
+            parts.append(_draft_rows(chunk.seq, end, chunk.draft, axes))
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -75,6 +78,19 @@ def _text_rows(seq: Seq, start: int, end: int, axes: int) -> Rows:
     ids = np.array(seq.token_ids[start:end], np.int64)
     rows = np.broadcast_to(position, (axes, len(ids)))
     return Rows(ids, rows, text, visual, np.full(len(ids), -1))
+
+
+def _draft_rows(seq: Seq, start: int, draft: Draft, axes: int) -> Rows:
+    """A chain's, which would be text tokens from index `start` on: no image stands among them."""
+    assert draft.is_chain
+    place = np.arange(len(draft))
+    return Rows(
+        np.array(draft.tokens, np.int64),
+        np.broadcast_to(seq.position(start) + place, (axes, len(draft))),
+        start + place,
+        np.full(len(draft), seq.num_image_tokens),
+        np.full(len(draft), -1),
+    )
 
 
 def _image_rows(seq: Seq, context: ContextImage, axes: int) -> Rows:

@@ -72,9 +72,10 @@ class SamplingState:
         self._num_counted = 0
         self._seen: Tensor | None = None  # [V] bool: in prompt or output
         self._counts: Tensor | None = None  # [V] float32: times in the output
-        self.generator: torch.Generator | None = None  # on the CPU, so that devices agree
+        self._generator: torch.Generator | None = None  # on the CPU, so that devices agree
         if params.seed is not None:
-            self.generator = torch.Generator().manual_seed(params.seed)
+            self._generator = torch.Generator().manual_seed(params.seed)
+        self._numbers: list[Tensor] = []  # drawn for places that are not reached yet
 
     def forget(self, count: int) -> None:
         """So many tokens, all of them counted, are gone from `token_ids`; they stay counted, and
@@ -98,6 +99,23 @@ class SamplingState:
         asked = self.penalised or p.logit_bias or p.logprobs is not None or self.matcher
         return self.greedy and not asked
 
+    def uniform(self, common: torch.Generator | None, ahead: int = 0) -> Tensor:
+        """[1] float64 in [0, 1): the number of the token `ahead` of the next, which is always the
+        same one where there is a seed; else one of the `common` generator's."""
+        if self._generator is None:
+            return _uniform(common)
+        while len(self._numbers) <= ahead:
+            self._numbers.append(_uniform(self._generator))
+        return self._numbers[ahead]
+
+    def spend(self, count: int) -> None:
+        """So many more tokens are chosen for good."""
+        del self._numbers[:count]
+
+    def behind(self, path: tuple[int, ...], matcher: Matcher | None) -> SamplingState:
+        """What it would be if the tokens of `path` came next; `matcher` has seen them."""
+        return _Behind(self, path, matcher)
+
     def counts(
         self, vocab_size: int, device: torch.device, previous: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -119,6 +137,31 @@ class SamplingState:
         self._counts.index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
         self._num_counted = len(self._token_ids)
         return self._seen, self._counts
+
+
+class _Behind(SamplingState):
+    """The state of a token that is only guessed to come; of use for one step."""
+
+    def __init__(
+        self, known: SamplingState, path: tuple[int, ...], matcher: Matcher | None
+    ) -> None:
+        self.params, self.matcher = known.params, matcher
+        self._known, self._path = known, path
+
+    def uniform(self, common: torch.Generator | None, ahead: int = 0) -> Tensor:
+        return self._known.uniform(common, ahead + len(self._path))
+
+    def counts(
+        self, vocab_size: int, device: torch.device, previous: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        seen, counts = self._known.counts(vocab_size, device, previous)
+        new = upload(self._path, torch.long, device)
+        more = counts.index_add(0, new, torch.ones_like(new, dtype=counts.dtype))
+        return seen.index_fill(0, new, True), more
+
+
+def _uniform(generator: torch.Generator | None) -> Tensor:
+    return torch.rand(1, generator=generator, dtype=torch.float64)
 
 
 class Drawn:
@@ -178,7 +221,10 @@ class Sampler:
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
         """One token for each row, here and now. Arguments as for `begin`."""
-        return self.begin(logits, states).land()
+        drawn = self.begin(logits, states)
+        for state in states:
+            state.spend(1)
+        return drawn.land()
 
     def begin(
         self,
@@ -186,7 +232,8 @@ class Sampler:
         states: Sequence[SamplingState],
         previous: Tensor | None = None,
     ) -> Drawn:
-        """Choose one token for each row, without waiting for the device where that can be.
+        """Choose one token for each row, without waiting for the device where that can be. What is
+        then chosen for good is for the caller to say (`SamplingState.spend`).
 
         logits: [B, V] floats, any device, left as they are. states: one per row. previous: the
         tokens of the step before, if it has not landed.
@@ -259,9 +306,8 @@ class Sampler:
         return chosen.clamp_(max=logits.shape[1] - 1)
 
     def _uniform(self, state: SamplingState) -> Tensor:
-        """[1] float64 in [0, 1): a number of the row's own generator, or of the common one."""
-        generator = state.generator or self._generator
-        return torch.rand(1, generator=generator, dtype=torch.float64)
+        """[1]: a number of the row's own generator, or of the common one."""
+        return state.uniform(self._generator)
 
 
 def _logprobs(logits: Tensor, states: Sequence[SamplingState], tokens: Tensor) -> _Logprobs | None:

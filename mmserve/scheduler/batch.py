@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from mmserve.request import ImageInput
 from mmserve.sequence import PlacedImage, Sequence
+from mmserve.spec.draft import Draft
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class PageCopy(NamedTuple):
 @dataclass(frozen=True)
 class Chunk:
     """Text tokens [start, start + count) of a sequence and some of its images; `samples`: the last
-    token has a successor to be chosen. `copies` are made before anything is written."""
+    token has a successor to be chosen. `copies` are made before anything is written. `draft`:
+    guesses of what comes after it, computed with it; each has a successor chosen, too."""
 
     seq: Sequence
     start: int
@@ -58,13 +60,28 @@ class Chunk:
     samples: bool
     images: tuple[ContextImage, ...] = ()
     copies: tuple[PageCopy, ...] = ()
+    draft: Draft | None = None
 
     @property
     def num_rows(self) -> int:
-        """Text and visual tokens that are computed."""
+        """Text and visual tokens that are computed, guessed ones too."""
+        if self.draft is not None:
+            return self.count + len(self.draft)
         if not self.images:
             return self.count
         return self.count + sum(c.placed.image.num_tokens for c in self.images)
+
+    @property
+    def num_chosen(self) -> int:
+        """Rows whose successor is chosen, the last ones of all."""
+        if not self.samples:
+            return 0
+        return 1 if self.draft is None else 1 + len(self.draft)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is the last known token alone, but for a draft."""
+        return self.draft is not None or self.num_rows == 1
 
 
 @dataclass
@@ -86,8 +103,12 @@ class Batch:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether all chunks are single rows."""
-        return all(chunk.num_rows == 1 for chunk in self.chunks)
+        """Whether all chunks are single rows, or were without their drafts."""
+        return all(chunk.decodes for chunk in self.chunks)
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(chunk.draft is not None for chunk in self.chunks)
 
     @property
     def computed(self) -> set[bytes]:

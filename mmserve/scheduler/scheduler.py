@@ -22,7 +22,7 @@ wait for ever. Only such a step exceeds `max_num_batched_tokens`.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seqs
 
 from mmserve.cache.layer_group import LayerGroup
@@ -37,6 +37,7 @@ from mmserve.scheduler.beams import Beams
 from mmserve.scheduler.counts import Counts
 from mmserve.scheduler.holdings import Holdings
 from mmserve.sequence import PlacedImage, Sequence, SequenceStatus
+from mmserve.spec.draft import Draft
 
 
 def _rank(seq: Sequence) -> tuple[bool, float]:
@@ -85,6 +86,7 @@ class Scheduler:
         self.beams = Beams(self.holdings, self.running)
         self._counts = Counts()
         self._budget = 0  # tokens the step being scheduled may still take
+        self._drafts: Mapping[str, Draft] = {}  # of that step
         # Looking for a place costs a walk of the prefix cache, and the same sequence is refused
         # again until something has come back.
         self._refused: tuple[str, int] | None = None  # the request and `Holdings.changes` then
@@ -149,10 +151,11 @@ class Scheduler:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def schedule(self) -> Batch:
-        """Choose the next step: running sequences first, then as many waiting ones as fit."""
+    def schedule(self, drafts: Mapping[str, Draft] | None = None) -> Batch:
+        """Choose the next step: running sequences first, then as many waiting ones as fit.
+        `drafts`, by request, no longer than `draft_room`: each is checked if there is room."""
         batch = Batch()
-        self._budget = self.config.max_num_batched_tokens
+        self._drafts, self._budget = drafts or {}, self.config.max_num_batched_tokens
         for seq in list(filter(self._outgrows, self.running)):
             if seq.status is SequenceStatus.RUNNING:  # beams leave together
                 self._requeue(batch, seq)
@@ -237,7 +240,10 @@ class Scheduler:
             return
         whole = start < end == len(seq.token_ids)
         samples = whole and not seq.request.prefill_only
-        chunk = Chunk(seq, start, end - start, samples, tuple(images), copies)
+        draft = self._drafts.get(seq.id) if samples and not images else None
+        if draft and not (len(draft) < self._budget and self.holdings.grow(seq, end + len(draft))):
+            draft = None  # nobody has to give way for it
+        chunk = Chunk(seq, start, end - start, samples, tuple(images), copies, draft)
         batch.chunks.append(chunk)
         self._budget -= chunk.num_rows
 

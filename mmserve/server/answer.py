@@ -120,6 +120,7 @@ def cache_json(usage: Usage) -> dict[str, int | str]:
 
 def timings_json(timings: Timings, usage: Usage) -> dict[str, float]:
     """Extension `timings`: milliseconds, and how many tokens they were spent on."""
+    drafts = {"draft_n": timings.drafted, "draft_n_accepted": timings.accepted}
     return {
         "queue_ms": round(timings.queue_ms, 3),
         "image_ms": round(timings.image_ms, 3),
@@ -128,6 +129,7 @@ def timings_json(timings: Timings, usage: Usage) -> dict[str, float]:
         "prompt_n": usage.prompt_tokens - usage.cached_tokens,
         "cache_n": usage.cached_tokens,
         "predicted_n": usage.completion_tokens,
+        **(drafts if timings.drafted else {}),
     }
 
 

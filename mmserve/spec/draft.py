@@ -5,11 +5,11 @@ Owns who follows whom in it and who sees whom. Knows nothing of who guessed it, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-MOST_TOKENS = 64  # of one draft: who sees whom among them is a mask of so many bits
+MOST_TOKENS = 63  # of one draft: a mask of 64 bits says who sees whom, the last known token too
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,14 @@ class Draft:
             masks.append(1 << i | (masks[parent] if parent >= 0 else 0))
         return tuple(masks)
 
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens down to each, itself included."""
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        return tuple(paths)
+
     def children(self, number: int) -> dict[int, int]:
         """By token, the numbers of those that follow number `number` (-1: the last known token)."""
         found = enumerate(self.parents)
@@ -59,7 +67,11 @@ class Draft:
 
     def shortened(self, length: int) -> Draft | None:
         """Without tokens that stand further back than `length`; None where nothing is left."""
-        kept = [i for i, depth in enumerate(self.depths) if depth <= length]
+        return self.only({i for i, depth in enumerate(self.depths) if depth <= length})
+
+    def only(self, numbers: Container[int]) -> Draft | None:
+        """With these of its tokens, whose parents are among them; None where nothing is left."""
+        kept = [i for i in range(len(self)) if i in numbers]
         if len(kept) == len(self):
             return self
         place = {old: new for new, old in enumerate(kept)} | {-1: -1}

@@ -60,8 +60,11 @@ class Driver:
     def _recorded(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
         logits = self._run(batch, previous)
         if logits is not None:
-            for chunk, row in zip(logits.chunks, logits.values, strict=True):
-                self.logits.setdefault(chunk.seq.id, []).append(row.clone())
+            rows = iter(logits.values)
+            for chunk in logits.chunks:  # of a draft's, it is not known which count
+                of_chunk = [next(rows) for _ in range(chunk.num_chosen)]
+                self.logits.setdefault(chunk.seq.id, []).append(of_chunk[0].clone())
+            assert next(rows, None) is None
         return logits
 
     def image(self, data: bytes) -> ImageSegment:

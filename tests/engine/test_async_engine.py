@@ -382,7 +382,7 @@ def test_a_broken_engine_ends_its_requests_and_says_that_it_is_dead() -> None:
     async def test() -> None:
         async with running() as engine:
             made = await prompt(engine, "Hello")
-            engine.engine.scheduler.schedule = broken  # type: ignore[method-assign]
+            engine.engine.scheduler.schedule = broken  # type: ignore[method-assign, assignment]
             engine.engine.scheduler.finish = broken  # type: ignore[method-assign, assignment]
             events = await collect(engine.submit("a", made, GREEDY))
             assert reason(events) is FinishReason.ERROR and events[-1].error

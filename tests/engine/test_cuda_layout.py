@@ -101,7 +101,7 @@ def assert_same(layout: Layout, step: StepInput, planner: Planner) -> None:
     if len(rows) > 1 + axes + len(step.plans):
         regimes = step.token_ids * 0 if step.regimes is None else step.regimes
         assert torch.equal(rows[1 + axes], regimes)
-    assert layout.last == step.last.tolist()
+    assert layout.last == step.last
     assert layout.images == step.images
     for number, plan in enumerate(step.plans):
         assert torch.equal(rows[number - len(step.plans)], plan.slots)

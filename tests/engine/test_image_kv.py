@@ -84,7 +84,7 @@ def test_pins_have_half_of_the_pool_and_no_more() -> None:
 
 def test_an_image_that_is_computed_in_its_context_is_found_where_it_was_last() -> None:
     d = Driver(Engine(tiny_config(), tiny_model()))
-    d.engine._last_keys[identify(d, 0).digests[0]] = b"k" * 32
+    d.engine._images._last_keys[identify(d, 0).digests[0]] = b"k" * 32
     assert states(d, 0) == ["absent"]
     d.engine.runner.vision[0].index.reserve(b"k" * 32, IMAGE_TOKENS)
     d.engine.runner.vision[0].index.mark_ready(b"k" * 32)

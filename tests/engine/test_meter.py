@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,12 +44,12 @@ def watched(engine: Engine) -> list[Work]:
     seen: list[Work] = []
     schedule: Callable[[], Batch] = engine.scheduler.schedule
 
-    def watch() -> Batch:
-        batch = schedule()
+    def watch(*drafts: Any) -> Batch:
+        batch = schedule(*drafts)
         seen.extend(step_work(batch))
         return batch
 
-    engine.scheduler.schedule = watch  # type: ignore[method-assign]
+    engine.scheduler.schedule = watch  # type: ignore[method-assign, assignment]
     return seen
 
 

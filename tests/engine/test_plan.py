@@ -82,7 +82,7 @@ def test_positions_count_images_and_slots_do_not() -> None:
     assert group.image_first.tolist() == [0, 6]
     # Images are read rotated by minus their base.
     assert torch.equal(group.cos, TABLE[[2, 9], 0]) and torch.equal(group.sin, -TABLE[[2, 9], 1])
-    assert step.last.tolist() == [4]
+    assert step.last == [4]
 
 
 def test_single_tokens_go_first_as_one_group_whatever_their_order() -> None:
@@ -91,7 +91,7 @@ def test_single_tokens_go_first_as_one_group_whatever_their_order() -> None:
     b = sequence([3, 5], [], text(*range(20, 25)))
     step = lay_out(Chunk(a, 1, 1, True), Chunk(long, 2, 3, False), Chunk(b, 4, 1, True))
     assert [c.seq for c in step.order] == [a, b, long]
-    assert step.token_ids.tolist() == [11, 24, 2, 3, 4] and step.last.tolist() == [0, 1, 4]
+    assert step.token_ids.tolist() == [11, 24, 2, 3, 4] and step.last == [0, 1, 4]
     decode, prefill = step.plans[0].groups
     assert (decode.start, decode.num_seqs, decode.num_queries) == (0, 2, 1)
     assert (prefill.start, prefill.num_seqs, prefill.num_queries) == (2, 1, 3)
@@ -155,7 +155,7 @@ def test_an_image_alone_is_computed_behind_text_that_is_there_and_before_text_th
     assert late.token_ids.tolist() == [0, 0, 0, 4]
     assert read(late.plans[0].groups[0])[0] == (0, 2, 0, 1)
     alone = lay_out(with_images(seq, 3, 0, 0))
-    assert alone.token_ids.tolist() == [0, 0, 0] and alone.last.tolist() == [2]
+    assert alone.token_ids.tolist() == [0, 0, 0] and alone.last == [2]
 
 
 def test_an_image_that_is_there_in_a_group_is_not_written_again() -> None:

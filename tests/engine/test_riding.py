@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmserve.energy import Part, Work
-from mmserve.engine import engine as engine_module
+from mmserve.engine import image_steps
 from mmserve.engine.feature_cache import Done
 from mmserve.engine.meter import step_work
 from mmserve.model.adapter import Features
@@ -28,6 +29,12 @@ from tests.engine.tiny import TinyVision, build_tiny, tiny_config, tiny_model
 from tests.model import families
 
 LONG = replace(GREEDY, max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many images a step starts does not depend on how busy the machine is."""
+    monkeypatch.setattr(image_steps, "LONGEST_START_S", math.inf)
 
 
 class Late(Done):
@@ -113,7 +120,7 @@ def test_an_image_is_waited_for_once_nobody_decodes_any_more() -> None:
 def test_images_do_not_ride_in_steps_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     d, slow = slow_driver(100)
     decoding(d)
-    monkeypatch.setattr(engine_module, "MOST_RIDDEN_ROWS", 0)
+    monkeypatch.setattr(image_steps, "MOST_RIDDEN_ROWS", 0)
     request = d.submit((words(1, 9), d.image(picture(1)), words(2, 5)))
     d.step()
     assert len(d.tokens(request)) == 1 and slow.started[0].waited
@@ -132,7 +139,7 @@ def test_text_behind_a_known_image_does_not_wait_for_another_ones_image() -> Non
 def test_where_starting_takes_the_host_long_a_step_starts_one_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_module, "LONGEST_START_S", 0.0)
+    monkeypatch.setattr(image_steps, "LONGEST_START_S", 0.0)
     d, slow = slow_driver(2)
     decoding(d)
     request = d.submit((*(d.image(picture(n)) for n in range(3)), words(2, 5)))
