@@ -233,15 +233,16 @@ class Scheduler:
             if lacking:
                 lacking = self._encode(batch, seq, lacking)
                 end, images = self._in_context(batch, seq, lacking, end)
-        if end <= start and not images:
-            return
-        copies = self._ensure_pages(batch, seq, end)
+        copies = None
+        if end > start or images:
+            copies = self._ensure_pages(batch, seq, end)
         if copies is None:
             return
         whole = start < end == len(seq.token_ids)
         samples = whole and not seq.request.prefill_only
         draft = self._drafts.get(seq.id) if samples and not images else None
-        if draft and not (len(draft) < self._budget and self.holdings.grow(seq, end + len(draft))):
+        rows = end + (len(draft) if draft else 0)
+        if draft and (len(draft) >= self._budget or self.holdings.grow(seq, rows) is None):
             draft = None  # nobody has to give way for it
         chunk = Chunk(seq, start, end - start, samples, tuple(images), copies, draft)
         batch.chunks.append(chunk)
