@@ -40,7 +40,7 @@ class LookaheadDrafter:
     name = "lookahead"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, window: int = 8, ngram: int = 5, guesses: int = 8) -> None:
+    def __init__(self, window: int = 8, ngram: int = 5, guesses: int = 7) -> None:
         assert window > 0 and ngram > 1 and guesses > 0, "a window looks at something"
         assert (window + guesses) * (ngram - 1) <= MOST_TOKENS, "more than a draft holds"
         self._window = window

@@ -53,11 +53,11 @@ def place(text: list[int]) -> int:
 
 
 def test_what_was_never_said_is_known_before_it_is_said() -> None:
-    assert walk(LookaheadDrafter(8, 5, 8), place, [0], 50)[-1] > 100
+    assert walk(LookaheadDrafter(8, 5, 7), place, [0], 50)[-1] > 100
 
 
 def test_a_text_that_goes_round_is_accepted_a_whole_gram_at_a_time() -> None:
-    known = walk(LookaheadDrafter(8, 5, 8), ring(50), [5], 200)
+    known = walk(LookaheadDrafter(8, 5, 7), ring(50), [5], 200)
     assert known[-1] - known[-2] >= 4
 
 
@@ -106,7 +106,7 @@ def test_columns_keep_their_places_through_steps_without_a_draft() -> None:
 
 
 def test_the_pool_is_bounded() -> None:
-    drafter = LookaheadDrafter(8, 5, 8)
+    drafter = LookaheadDrafter(8, 5, 7)
     tokens = [0]
     context = Context("a", tokens, 1)
     for step in range(POOL):
@@ -117,7 +117,7 @@ def test_the_pool_is_bounded() -> None:
     for _ in range(3):
         drafter.landed(context, Landed(None, tuple(tokens[-1:]), tuple(range(POOL))))
     ahead = drafter._ahead["a"]
-    assert len(ahead.pool) == POOL and max(map(len, ahead.pool.values())) <= 8
+    assert len(ahead.pool) == POOL and max(map(len, ahead.pool.values())) <= 7
 
 
 def test_another_drafters_draft_teaches_nothing_wrong() -> None:
@@ -129,7 +129,7 @@ def test_another_drafters_draft_teaches_nothing_wrong() -> None:
     assert drafter._ahead["a"].pool == {6: {(7, 22): None}}
 
 
-@pytest.mark.parametrize("shape", [(8, 5, 9), (0, 5, 8), (8, 1, 8), (8, 5, 0)])
+@pytest.mark.parametrize("shape", [(8, 5, 9), (0, 5, 7), (8, 1, 7), (8, 5, 0)])
 def test_a_window_that_no_draft_holds_is_refused(shape: tuple[int, int, int]) -> None:
     with pytest.raises(AssertionError):
         LookaheadDrafter(*shape)
