@@ -18,6 +18,8 @@ from mmserve.engine import plan
 from mmserve.engine.plan import ImageRows
 from mmserve.engine.rows import (
     Rows,
+    masks_of,
+    num_pages,
     pages_of,
     reads_of,
     regimes_of,
@@ -204,12 +206,13 @@ class CUDALayout:
             zip(self.groups, self._lanes_of(seq, anew=not chunk.decodes), strict=True)
         ):
             reads: Any = reads_of(seq, rows, group, self.sight)
-            pages = lane.cover(-(-int(reads[1].max()) // self.page_size))
+            masks = masks_of(rows, group)
+            pages = lane.cover(num_pages(reads, masks, self.page_size))
             lines[first_slots + number] = slots_of(chunk, rows, number, group, self.page_size)
             if len(rows) == 1:
                 reads = tuple(int(part[0]) for part in reads)
             reader = _reader(first, len(rows), reads, pages, lane.images, group, self.page_size)
-            readers[number].append(reader)
+            readers[number].append(reader._replace(tree=masks))
         images = []
         for context in chunk.images:
             mine = rows.image == seq.images.index(context.placed)

@@ -8,6 +8,7 @@ stands before. Knows nothing of weights or pools' contents.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,10 @@ from torch import Tensor
 
 from mmserve.cache.layer_group import LayerGroup
 from mmserve.engine.rows import (
+    Ints,
     Rows,
+    masks_of,
+    num_pages,
     pages_of,
     reads_of,
     regimes_of,
@@ -86,19 +90,22 @@ class _GroupBuilder:
         self.groups: list[QueryGroup] = []
 
     def add(self, chunks: list[Chunk], rows: list[Rows | None], start: int) -> None:
-        """Chunks of equally many rows, the first at row `start` of the flat batch; None: the row is
-        one text token, as nearly all are while decoding."""
+        """Single rows, or one chunk of several, the first at row `start` of the flat batch; None:
+        the row is one text token, as nearly all are while decoding."""
         pages: list[list[int]] = []
         images: list[tuple[int, PlacedImage]] = []
         counts: list[int] = []
         reads = []
+        masks: Ints | None = None
         for row, (chunk, part) in enumerate(zip(chunks, rows, strict=True)):
             read, slots = self._token(chunk) if part is None else self._chunk(chunk, part)
             reads.append(read)
             self.slots.append(slots)
-            _, hi, visual_lo, visual_hi = read
+            _, _, visual_lo, visual_hi = read
             table = chunk.seq.tables[self.number] if self.group.text else []
-            covered = table[: -(-int(np.max(hi)) // self.page_size)]
+            if part is not None:
+                masks = masks_of(part, self.group)
+            covered = table[: num_pages(read, masks, self.page_size)]
             if self.group.window is not None:
                 covered = [max(page, 0) for page in covered]  # some may be given back
             pages.append(covered)
@@ -110,7 +117,10 @@ class _GroupBuilder:
             ]
             images += [(row, p) for p in seen]
             counts.append(len(seen))
-        self.groups.append(self._query_group(start, chunks, pages, reads, images, counts))
+        made = self._query_group(start, chunks, pages, reads, images, counts)
+        if masks is not None:  # then the chunk is alone
+            made = replace(made, tree=torch.from_numpy(masks).to(made.hi)[None])
+        self.groups.append(made)
 
     def _chunk(self, chunk: Chunk, rows: Rows) -> tuple[Reads, Any]:
         """What its rows read, and the slots that they are stored in."""

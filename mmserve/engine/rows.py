@@ -7,8 +7,8 @@ an image's keys lie. Knows nothing of pools' contents or tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,14 @@ from mmserve.spec.draft import Draft
 Ints = npt.NDArray[np.int64]
 
 
+class Tree(NamedTuple):
+    """The last rows are a draft's that is no chain. They stand in the text's slots from index
+    `first` on, one behind the other; `masks`: of each, which of them it sees, bit by bit."""
+
+    first: int
+    masks: tuple[int, ...]
+
+
 @dataclass
 class Rows:
     """A chunk's rows: int64 [R] each, positions [axes, R]. `text`, `visual`: how many tokens of
@@ -35,6 +43,7 @@ class Rows:
     text: Ints
     visual: Ints
     image: Ints
+    tree: Tree | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, chunk: Chunk, axes: int) -> Rows:
@@ -56,11 +65,20 @@ class Rows:
             *(
                 np.concatenate([getattr(p, name) for p in parts], -1)
                 for name in ("ids", "positions", "text", "visual", "image")
-            )
+            ),
+            tree=parts[-1].tree,
         )
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def index(self) -> Ints:
+        """[R]: in whose slot of the text each is stored, if it is text."""
+        if self.tree is None:
+            return self.text
+        first, masks = self.tree
+        return np.concatenate([self.text[: -len(masks)], first + np.arange(len(masks))])
 
 
 def _text_rows(seq: Seq, start: int, end: int, axes: int) -> Rows:
@@ -81,15 +99,16 @@ def _text_rows(seq: Seq, start: int, end: int, axes: int) -> Rows:
 
 
 def _draft_rows(seq: Seq, start: int, draft: Draft, axes: int) -> Rows:
-    """A chain's, which would be text tokens from index `start` on: no image stands among them."""
-    assert draft.is_chain
-    place = np.arange(len(draft))
+    """As if each followed the last known token by its depth; text index `start` is the first
+    behind that, and no image stands among them."""
+    place = np.array(draft.depths, np.int64) - 1
     return Rows(
         np.array(draft.tokens, np.int64),
         np.broadcast_to(seq.position(start) + place, (axes, len(draft))),
         start + place,
         np.full(len(draft), seq.num_image_tokens),
         np.full(len(draft), -1),
+        tree=None if draft.is_chain else Tree(start, draft.masks),
     )
 
 
@@ -120,7 +139,8 @@ def regimes_of(seq: Seq, rows: Rows) -> Ints:
 def reads_of(
     seq: Seq, rows: Rows, group: LayerGroup, sight: Sight
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """[lo, hi) of text and of visual tokens that each row reads."""
+    """[lo, hi) of text and of visual tokens that each row reads; those of a tree read what
+    `masks_of` says, too."""
     own_image = rows.image >= 0
     hi = rows.text + ~own_image
     visual_hi = rows.visual + own_image
@@ -134,6 +154,9 @@ def reads_of(
         # Inside the last image that begins before `first`, or in the text behind it.
         lo = np.maximum(first - visual[before], texts[before])
         visual_lo = first - lo
+    if rows.tree is not None:
+        drawn = slice(-len(rows.tree.masks), None)
+        hi[drawn], lo[drawn] = rows.tree.first, np.minimum(lo[drawn], rows.tree.first)
     if sight.whole_images:
         begins = [p.visual_index - p.skip for p in seq.images]
         ends = [b + p.image.whole.num_tokens for b, p in zip(begins, seq.images, strict=True)]
@@ -150,6 +173,27 @@ def reads_of(
     if not group.images:
         visual_lo, visual_hi = visual_hi * 0, visual_hi * 0
     return lo, hi, visual_lo, visual_hi
+
+
+def masks_of(rows: Rows, group: LayerGroup) -> Ints | None:
+    """[R]: which text tokens each row reads behind its hi, bit by bit; None where nobody does. Of a
+    path, a window sees the end."""
+    if rows.tree is None or not group.text:
+        return None
+    found = np.zeros(len(rows), np.int64)
+    for row, mask in enumerate(rows.tree.masks, len(rows) - len(rows.tree.masks)):
+        seen = mask
+        while group.window is not None and seen.bit_count() > group.window:
+            seen &= seen - 1  # without its first
+        found[row] = seen
+    return found
+
+
+def num_pages(reads: Any, masks: Ints | None, page_size: int) -> int:
+    """Of the text: those up to the last token that any row reads."""
+    _, hi, *_ = reads
+    behind = 0 if masks is None else int(masks.max()).bit_length()
+    return -(-(int(np.max(hi)) + behind) // page_size)
 
 
 def _latest_images(seq: Seq, visual: Ints) -> Ints:
@@ -185,7 +229,7 @@ def slots_of(chunk: Chunk, rows: Rows, number: int, group: LayerGroup, page_size
     slots = np.full(len(rows), NOWHERE)
     text = rows.image < 0
     if group.text:
-        index, table = rows.text[text], np.array(chunk.seq.tables[number], np.int64)
+        index, table = rows.index[text], np.array(chunk.seq.tables[number], np.int64)
         slots[text] = slots_in(table, index, page_size)
     for context in chunk.images:
         pages = context.placed.pages and context.placed.pages[number]

@@ -27,6 +27,7 @@ from mmserve.request import (
 )
 from mmserve.scheduler.batch import Chunk, ContextImage
 from mmserve.sequence import Sequence
+from mmserve.spec.draft import Draft
 
 PAGE = 4
 TABLE = rope_table(256, 4, 10_000.0)
@@ -90,6 +91,10 @@ def chunks(draw: st.DrawFn, seq: Sequence, groups: tuple[LayerGroup, ...]) -> Ch
         for placed in seq.images
         if placed.in_context and start <= placed.text_index < end and draw(st.booleans())
     )
+    if end == seq.num_tokens and not contexts and draw(st.booleans()):
+        parents = [draw(st.integers(-1, i - 1)) for i in range(draw(st.integers(1, 9)))]
+        draft = Draft(tuple(range(200, 200 + len(parents))), tuple(parents))
+        return Chunk(seq, end - 1, 1, True, draft=draft)
     return Chunk(seq, start, end - start, True, contexts)
 
 
@@ -116,6 +121,12 @@ def assert_reads(reader: work.Reader, group: QueryGroup, b: int, table: torch.Te
     assert reader.first_row == group.start + b * group.num_queries
     reads = torch.stack((group.lo[b], group.hi[b], group.visual_lo[b], group.visual_hi[b]))
     assert reader.matrix.tolist() == reads.tolist()
+    assert (reader.tree is None) is (group.tree is None)
+    if group.tree is not None:
+        assert reader.tree.tolist() == group.tree[b].tolist()
+        for index in range(int(group.hi.max()), int(reader.ends.max())):
+            page = index // PAGE
+            assert reader.pages[page - reader.first_page] == group.pages[b, page]
     for lo, hi, visual_lo, visual_hi in reader.matrix.T.tolist():
         for index in range(lo, hi):
             page = index // PAGE

@@ -22,6 +22,7 @@ from mmserve.request import (
 )
 from mmserve.scheduler.batch import Chunk, ContextImage
 from mmserve.sequence import Sequence
+from mmserve.spec.draft import Draft
 
 TABLE = rope_table(256, 4, 10_000.0)
 
@@ -83,6 +84,33 @@ def test_positions_count_images_and_slots_do_not() -> None:
     # Images are read rotated by minus their base.
     assert torch.equal(group.cos, TABLE[[2, 9], 0]) and torch.equal(group.sin, -TABLE[[2, 9], 1])
     assert step.last == [4]
+
+
+def test_a_draft_tree_stands_behind_the_text_and_counts_by_depth() -> None:
+    seq = sequence([7, 3, 5], [[9]], text(1, 2), image(1, 3), text(3))
+    seq.append(40)
+    #      50 - 51 - 53
+    # 40 <    \- 54
+    #      52
+    draft = Draft((50, 51, 52, 53, 54), (-1, 0, -1, 1, 0))
+    groups = [ALL, LayerGroup((1,), window=2)]
+    step = lay_out(Chunk(seq, 3, 1, True, draft=draft), groups=groups)
+    assert step.token_ids.tolist() == [40, 50, 51, 52, 53, 54]
+    assert step.positions.tolist() == [6, 7, 8, 7, 9, 8]
+    full, windowed = step.plans
+    assert full.slots.tolist() == windowed.slots.tolist() == [31, 12, 13, 14, 15, 20]
+    ((group,), (narrow,)) = full.groups, windowed.groups
+    assert group.pages.tolist() == narrow.pages.tolist() == [[7, 3, 5]]
+    assert read(group) == [(0, 4, 0, 3)] * 6
+    assert group.tree is not None and narrow.tree is not None
+    assert group.tree.tolist() == [[0b0, 0b1, 0b11, 0b100, 0b1011, 0b10001]]
+    # Two tokens each: the last known ones, and of a path the end.
+    assert [(lo, hi) for lo, hi, _, _ in read(narrow)] == [(2, 4), (3, 4), (4, 4)] + [
+        (3, 4),
+        (4, 4),
+        (4, 4),
+    ]
+    assert narrow.tree.tolist() == [[0b0, 0b1, 0b11, 0b100, 0b1010, 0b10001]]
 
 
 def test_single_tokens_go_first_as_one_group_whatever_their_order() -> None:
