@@ -26,6 +26,7 @@ from mmserve.engine.drafting import Drafting
 from mmserve.engine.figures import Figures, describe
 from mmserve.engine.grammar import Grammars, Matcher
 from mmserve.engine.image_steps import ImageSteps
+from mmserve.engine.kept_paths import KeptPath, keep
 from mmserve.engine.kv_transfer import KVTransfer, Placed, identity_of
 from mmserve.engine.live import Live, Row
 from mmserve.engine.live_beams import LiveBeams
@@ -292,6 +293,7 @@ class Engine:
         path: tuple[int, ...] = ()
         if drafting is not None and draft is not None and isinstance(live, Live):
             path = drafting.verify(live, draft, chosen)
+            keep(self.runner.text, [KeptPath(seq.tables, chunk.start + chunk.count, path)])
         ended = False
         for count, number in enumerate((-1, *path), 1):
             self._figures.observe_token(live, now)

@@ -48,6 +48,7 @@ class Guesses:
     skill: float
     length: int = 8
     seed: int = 0
+    branches: int = 0
 
 
 def segments(d: Driver, parts: Parts, seed: int = 0) -> tuple[Segment, ...]:
@@ -60,7 +61,7 @@ def segments(d: Driver, parts: Parts, seed: int = 0) -> tuple[Segment, ...]:
 def assist(d: Driver, answers: dict[str, list[int]], how: Guesses) -> Guesser:
     """Have the driver's engine draft from now on."""
     engine = d.engine
-    guesser = Guesser(answers, how.skill, how.seed)
+    guesser = Guesser(answers, how.skill, how.seed, how.branches)
     engine.drafting = Drafting(guesser, how.length, engine.scheduler.holdings, engine.metrics)
     return guesser
 
@@ -94,12 +95,15 @@ def compare(
 
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("skill", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("branches", [0, 3])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_an_answer_is_what_it_would_have_been(name: str, skill: float, overlaps: bool) -> None:
+def test_an_answer_is_what_it_would_have_been(
+    name: str, skill: float, overlaps: bool, branches: int
+) -> None:
     plain, assisted = (Driver(build_tiny(tiny_config(dtype="int8"))) for _ in range(2))
     assisted.engine.overlaps = overlaps
     asks = [(parts, PARAMS[name]) for parts in KINDS_OF_PROMPTS.values()]
-    guesser = compare(plain, assisted, asks, Guesses(skill))
+    guesser = compare(plain, assisted, asks, Guesses(skill, branches=branches))
     assert (guesser.right > 0) is (skill > 0)
 
 
@@ -111,7 +115,13 @@ def test_an_answer_is_what_it_would_have_been(name: str, skill: float, overlaps:
         min_size=1,
         max_size=5,
     ),
-    st.builds(Guesses, st.sampled_from([0.3, 0.8, 1.0]), st.integers(1, 20), st.integers(0, 99)),
+    st.builds(
+        Guesses,
+        st.sampled_from([0.3, 0.8, 1.0]),
+        st.integers(1, 20),
+        st.integers(0, 99),
+        st.sampled_from([0, 1, 4]),
+    ),
     st.integers(1, 64),
     st.sampled_from([10, 20, 60]),
     st.booleans(),
@@ -135,10 +145,11 @@ def test_whatever_the_pressure_the_chunks_and_the_company(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_windows_see_the_same_behind_a_draft(kind: str) -> None:
+@pytest.mark.parametrize("branches", [0, 2])
+def test_windows_see_the_same_behind_a_draft(kind: str, branches: int) -> None:
     plain, assisted = (Driver(Engine(tiny_config(), windowed_model(KINDS[kind]))) for _ in range(2))
     asks = [(parts, LONG) for parts in KINDS_OF_PROMPTS.values()]
-    assert compare(plain, assisted, asks, Guesses(0.8, 12)).right
+    assert compare(plain, assisted, asks, Guesses(0.8, 12, branches=branches)).right
 
 
 def test_a_streaming_sequence_is_cut_where_it_would_have_been() -> None:
