@@ -20,7 +20,7 @@ MOST_TOKENS = 1 << 15  # about one subject
 
 
 class Subject(NamedTuple):
-    """`image`: the digest of one that the answers' askers were shown; empty: they saw none."""
+    """`image`: the digest of one that was shown to those who asked; empty: anything at all."""
 
     tenant: bytes
     image: bytes

@@ -1,9 +1,10 @@
 """Suffix decoding, keyed by image: what followed in earlier answers about the same pictures.
 
 Owns the guess: earlier places where the longest end of the text stood before, in the sequence
-itself and in answers that its tenant got about its images, vote for what comes next. This is
-SuffixDecoding (arXiv 2411.04975) with the counts of its suffix trees taken from an index when they
-are needed. Knows nothing of models, nor of another tenant's answers.
+itself and in answers that its tenant got about its images, vote for what comes next; answers about
+anything else count where they match longer. This is SuffixDecoding (arXiv 2411.04975) with the
+counts of its suffix trees taken from an index when they are needed. Knows nothing of models, nor of
+another tenant's answers.
 
 A place that matched m tokens speaks with the weight of its vote against a doubt of 1 / m: of one
 place, d tokens in a row are right with the probability m / (m + d). So a draft grows with the match
@@ -73,7 +74,7 @@ class SuffixDrafter:
         prompt = context.num_prompt_tokens
         if len(context.token_ids) > prompt:
             answer = context.token_ids[max(prompt - TAIL, 0) :]
-            for subject in _subjects(context):
+            for subject in (*_images(context), _anything(context)):
                 self._answers.file(subject, answer)
 
     def _index(self, context: Context) -> Index:
@@ -85,17 +86,12 @@ class SuffixDrafter:
     def _guess(self, context: Context, length: int) -> Draft | None:
         own = self._index(context)
         own.grow()
-        indices = [own, *filter(None, map(self._answers.about, _subjects(context)))]
-        longest = 0
-        voters: list[_Voter] = []
-        for index in indices:
-            for at, matched in index.search(context.token_ids, LONGEST, LOOKS):
-                if matched > longest:
-                    longest, voters = matched, []
-                if matched == longest and len(voters) < VOTERS:
-                    voters.append(_Voter(index.tokens, at))
-                if longest == LONGEST and len(voters) == VOTERS:
-                    break  # no place can say more
+        about = [index for s in _images(context) if (index := self._answers.about(s))]
+        voters, longest = _voters([own, *about], context.token_ids)
+        if longest < LONGEST and (others := self._answers.about(_anything(context))):
+            of_others, longer = _voters([others], context.token_ids)
+            if longer > longest:
+                voters, longest = of_others, longer
         return self._grown(voters, longest, length)
 
     def _grown(self, voters: list[_Voter], matched: int, length: int) -> Draft | None:
@@ -129,6 +125,24 @@ class SuffixDrafter:
         return [each for each in found if -each.unlikely >= self._least]
 
 
-def _subjects(context: Context) -> list[Subject]:
-    images = dict.fromkeys(context.images) or (b"",)
-    return [Subject(context.tenant, image) for image in images]
+def _voters(indices: Sequence[Index], text: Sequence[int]) -> tuple[list[_Voter], int]:
+    """The newest places where the longest end of `text` stood, and how long it is, in tokens."""
+    longest = 0
+    voters: list[_Voter] = []
+    for index in indices:
+        for at, matched in index.search(text, LONGEST, LOOKS):
+            if matched > longest:
+                longest, voters = matched, []
+            if matched == longest and len(voters) < VOTERS:
+                voters.append(_Voter(index.tokens, at))
+            if longest == LONGEST and len(voters) == VOTERS:
+                break  # no place can say more
+    return voters, longest
+
+
+def _images(context: Context) -> list[Subject]:
+    return [Subject(context.tenant, image) for image in dict.fromkeys(context.images)]
+
+
+def _anything(context: Context) -> Subject:
+    return Subject(context.tenant, b"")

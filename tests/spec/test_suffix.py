@@ -46,13 +46,23 @@ def test_the_same_question_about_the_same_picture_drafts_the_whole_answer() -> N
     assert guess(drafter, QUESTION, length=5) == Draft.chain(ANSWER[:5])
 
 
-def test_another_picture_has_other_answers() -> None:
+def test_what_was_said_about_the_same_picture_counts_first() -> None:
     drafter = SuffixDrafter(1 << 20)
     answered(drafter, QUESTION, ANSWER)
-    assert guess(drafter, QUESTION, images=(DOG,)) is None
-    assert guess(drafter, QUESTION, images=()) is None
-    answered(drafter, QUESTION, [1, 2, 3], images=())
-    assert guess(drafter, QUESTION, images=()) == Draft.chain([1, 2, 3])
+    for word in range(9):
+        answered(drafter, QUESTION, [word], images=(DOG,))
+    assert guess(drafter, QUESTION) == Draft.chain(ANSWER)
+    assert guess(drafter, QUESTION, images=(DOG,)) is None  # nine times something else
+
+
+def test_what_was_said_about_other_pictures_counts_where_it_fits_better() -> None:
+    drafter = SuffixDrafter(1 << 20)
+    answered(drafter, QUESTION, ANSWER, images=(DOG,))
+    assert guess(drafter, QUESTION) == Draft.chain(ANSWER)
+    assert guess(drafter, QUESTION, images=()) == Draft.chain(ANSWER)
+    answered(drafter, [50, 51, *QUESTION[-2:]], [1, 2, 3])
+    assert guess(drafter, QUESTION) == Draft.chain(ANSWER)
+    assert guess(drafter, [9, *QUESTION[-2:]]) == Draft.chain([1, 2, 3])
 
 
 def test_an_answer_in_the_presence_of_several_pictures_is_known_by_each() -> None:
@@ -60,6 +70,7 @@ def test_an_answer_in_the_presence_of_several_pictures_is_known_by_each() -> Non
     answered(drafter, QUESTION, ANSWER, images=(CAT, DOG, CAT))
     assert guess(drafter, QUESTION, images=(DOG,)) == Draft.chain(ANSWER)
     assert guess(drafter, QUESTION, images=(b"x" * 32, CAT)) == Draft.chain(ANSWER)
+    assert len(drafter._answers) == 3  # both, and anything at all
 
 
 @given(
