@@ -7,6 +7,7 @@ without them. Images need nothing: what was seen is in the hidden states of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,12 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmserve.spec.drafter import Context, Draft, Landed, Wanted
-from mmserve.spec.eagle import EagleHead, Turn, turns
+from mmserve.spec.drafter import MOST_TOKENS, Context, Draft, Landed, Wanted
+from mmserve.spec.eagle import EagleHead, turns
+from mmserve.spec.eagle_tree import Growth, Size
 from mmserve.spec.head_kv import HeadKV
 from mmserve.spec.target_parts import TargetParts
 
 WINDOW = 256  # tokens that the head sees
+BRANCHES = 8  # of a tree, at each level
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # sequences; more are not captured
 
 
@@ -47,14 +50,26 @@ class _Tail:
 
 
 class EagleDrafter:
-    """Chains of best guesses."""
+    """Chains of best guesses, or trees of at most `most` tokens. A token of which the head thinks
+    that it will be reached in less than `worth` of the cases is left out."""
 
     name = "eagle"
 
-    def __init__(self, head: EagleHead, parts: TargetParts, window: int = WINDOW) -> None:
+    def __init__(
+        self,
+        head: EagleHead,
+        parts: TargetParts,
+        *,
+        most: int = 0,
+        worth: float = 0.0,
+        window: int = WINDOW,
+    ) -> None:
+        assert 0 <= most <= MOST_TOKENS, "no draft of that size"
         c = head.config
-        self._head, self._parts = head, parts
+        self._head, self._parts, self._most = head, parts, most
+        self._least = math.log(worth) if worth > 0 else -math.inf
         self._kv = HeadKV(window, c.num_kv_heads, c.head_dim, parts.device, parts.dtype)
+        self._growth = Growth(head, self._embed, self._kv)
         self._tails: dict[str, _Tail] = {}
         self._buffers: dict[int, _Inputs] = {}
 
@@ -68,7 +83,7 @@ class EagleDrafter:
         features = landed.features
         if features is None or not len(features):
             return
-        end, window = landed.first + len(features), self._kv.window
+        end, window = landed.first + len(features), self._kv.size
         tail = self._tails.get(context.id)
         if tail is None:
             if self._kv.is_full:
@@ -104,13 +119,25 @@ class EagleDrafter:
         if not able:
             return drafts
         length = max(want.length for _, _, want in able)
-        tokens = self._chains([(tail, want.context) for _, tail, want in able], length).tolist()
-        for (i, _, want), row in zip(able, tokens, strict=True):
-            drafts[i] = Draft.chain(row[: want.length])
+        grown = self._grown([(tail, want.context) for _, tail, want in able], length).tolist()
+        for (i, _, want), rows in zip(able, grown, strict=True):
+            drafts[i] = self._draft(rows, want.length)
         return drafts
 
-    def _chains(self, tails: Sequence[tuple[_Tail, Context]], length: int) -> Tensor:
-        """[B, length] int64: the best guess behind each sequence's last token, and so on."""
+    def _draft(self, rows: Sequence[Sequence[float]], length: int) -> Draft | None:
+        """Of what `Growth.grow` has found for one sequence."""
+        places: dict[int, int] = {-1: -1}
+        tokens: list[int] = []
+        parents: list[int] = []
+        for number, parent, token, chance in zip(*rows, strict=True):
+            if chance >= self._least and int(parent) in places:
+                places[int(number)] = len(tokens)
+                tokens.append(int(token))
+                parents.append(places[int(parent)])
+        return Draft(tuple(tokens), tuple(parents)).shortened(length) if tokens else None
+
+    def _grown(self, tails: Sequence[tuple[_Tail, Context]], length: int) -> Tensor:
+        """[B, 4, N] as `Growth.grow` says."""
         known = self._catch_up(tails)
         count = len(tails)
         ints = [
@@ -119,15 +146,16 @@ class EagleDrafter:
             [tail.first for tail, _ in tails],
             [context.token_ids[tail.end] for tail, context in tails],
         ]
+        shape = Size(length, BRANCHES, self._most) if self._most else Size(length, 1, length)
         size = next((b for b in BUCKETS if b >= count), None)
         if size is None:
-            return self._draft(known, torch.tensor(ints).to(self._parts.device), length)
+            return self._growth.grow(known, torch.tensor(ints).to(self._parts.device), shape)
         at = self._inputs(size)
         at.features[:count] = known
         filled = [row + [0] * (size - count) for row in ints]  # ring 0 is nobody's
         at.ints.copy_(torch.tensor(filled))
         captured = self._parts.captures.run(
-            (size, length), lambda: self._draft(at.features, at.ints, length)
+            (size, shape), lambda: self._growth.grow(at.features, at.ints, shape)
         )
         return captured[:count]
 
@@ -149,7 +177,7 @@ class EagleDrafter:
         last: list[Tensor] = []
         for tail, context in tails:
             if tail.fresh:
-                features = torch.cat(tail.fresh)[-self._kv.window :]
+                features = torch.cat(tail.fresh)[-self._kv.size :]
                 tail.fresh, tail.last = [], features[-1:]
                 first = tail.end - len(features)
                 if len(features) > 1:
@@ -171,38 +199,6 @@ class EagleDrafter:
         turn = turns(positions, head.config, qkv.dtype)
         keys, values = qkv[:, heads:].chunk(2, 1)
         self._kv.write(rings, positions, torch.cat((turn(keys), values), 1))
-
-    def _draft(self, features: Tensor, ints: Tensor, length: int) -> Tensor:
-        """features [B, F], ints [4, B]: rings, positions, the first ones known, the tokens behind
-        them -> [B, length] int64. Waits for nothing."""
-        head, (rings, positions, first, tokens) = self._head, ints
-        steps = torch.arange(length, device=ints.device)[:, None] + positions  # [length, B]
-        turn = turns(steps, head.config, features.dtype)
-        hidden = self._kv.hidden(steps, first, features.dtype)
-        state, chosen = head.joined(features), []
-        for step in range(length):
-            residual, qkv = head.attending(state, self._embed(tokens))
-            queries = self._store(qkv, rings, steps[step], Turn(turn.cos[step], turn.sin[step]))
-            state = head.closed(residual, self._attend(queries, rings, hidden[step]))
-            tokens = head.named(head.scores(state).argmax(-1))
-            chosen.append(tokens)
-        return torch.stack(chosen, 1)
-
-    def _store(self, qkv: Tensor, rings: Tensor, positions: Tensor, turn: Turn) -> Tensor:
-        """Keys and values go into the rings; queries [B, H, D], turned."""
-        heads, kv_heads = self._head.config.num_heads, self._head.config.num_kv_heads
-        qk = turn(qkv[:, : heads + kv_heads])
-        self._kv.write(rings, positions, torch.cat((qk[:, heads:], qkv[:, heads + kv_heads :]), 1))
-        return qk[:, :heads]
-
-    def _attend(self, queries: Tensor, rings: Tensor, hidden: Tensor) -> Tensor:
-        """queries [B, H, D], hidden [B, size] -> [B, H, D]."""
-        c = self._head.config
-        keys, values = self._kv.read(rings)
-        grouped = queries.view(len(queries), c.num_kv_heads, -1, c.head_dim)
-        scores = grouped @ keys.transpose(-1, -2) * c.head_dim**-0.5 + hidden[:, None, None]
-        attended: Tensor = scores.softmax(-1) @ values
-        return attended.flatten(1, 2)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self._parts.embed(tokens).to(self._parts.dtype)

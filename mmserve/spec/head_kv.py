@@ -9,26 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmserve.spec.drafter import MOST_TOKENS
-
 NOBODY = 0  # a ring that rows without a sequence write to
 
 
 class HeadKV:
     """Rings of `size` tokens, [rings, size, 2 Hkv, D]: keys, rotated, then values. Position p
-    stands at p modulo `size`; a position sees the last `window` ones up to itself. What was guessed
-    and was wrong is written over, or lies beyond what anyone sees."""
+    stands at p modulo `size`, so the last `size` ones are there."""
 
     def __init__(
         self,
-        window: int,
+        size: int,
         num_kv_heads: int,
         head_dim: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.window, self.size = window, window + MOST_TOKENS
-        shape = (1, self.size, 2 * num_kv_heads, head_dim)
+        self.size = size
+        shape = (1, size, 2 * num_kv_heads, head_dim)
         self.rings = torch.zeros(shape, device=device, dtype=dtype)
         self._free: list[int] = []
 
@@ -60,9 +57,9 @@ class HeadKV:
         return keys, values
 
     def hidden(self, positions: Tensor, first: Tensor, dtype: torch.dtype) -> Tensor:
-        """positions, first [..., B] -> [..., B, size]: 0 where a place holds what is seen from a
-        position, where nothing is known from before `first`; minus infinity elsewhere."""
+        """positions, first [B] -> [B, size]: 0 where a place holds a position from `first` on, if
+        those up to `positions` have been written; minus infinity elsewhere."""
         places = torch.arange(self.size, device=positions.device)
         held = positions[..., None] - (positions[..., None] - places) % self.size
-        seen = held >= torch.maximum(first, positions - self.window + 1)[..., None]
-        return torch.zeros_like(held, dtype=dtype).masked_fill(~seen, float("-inf"))
+        lacking = held < first[..., None]
+        return torch.zeros_like(held, dtype=dtype).masked_fill(lacking, float("-inf"))

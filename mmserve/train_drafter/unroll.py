@@ -75,14 +75,14 @@ class TrainedMedusa:
 def _attended(q: Tensor, keys: list[Tensor], values: list[Tensor], window: int) -> Tensor:
     """q [B, L, H, D] of the last step; keys, values [B, L, Hkv, D] of each -> [B, L, H, D].
 
-    A query sees the first step's keys up to its own index, as far as its window reaches, and of
-    each further step the one of its own index: its own line of guesses.
+    A query sees the first step's keys up to its own index, `window` of them, and of each further
+    step the one of its own index: its own line of guesses.
     """
-    step, (batch, length, heads, dim) = len(keys) - 1, q.shape
+    batch, length, heads, dim = q.shape
     grouped = q.reshape(batch, length, keys[0].shape[2], -1, dim)  # [B, L, Hkv, G, D]
     places = torch.arange(length, device=q.device)
     back = places[:, None] - places
-    seen = (back >= 0) & (back + step < window)
+    seen = (back >= 0) & (back < window)
     known = torch.einsum("blhgd,bmhd->bhglm", grouped, keys[0]) * dim**-0.5
     known = known.masked_fill(~seen, float("-inf"))
     own = [torch.einsum("blhgd,blhd->bhgl", grouped, k)[..., None] * dim**-0.5 for k in keys[1:]]

@@ -100,7 +100,7 @@ def test_chains_are_those_of_a_whole_pass_however_the_text_came(
     third: bool, count: int, length: int, window: int, data: st.DataObject
 ) -> None:
     head = _scoring(random_eagle(third).requires_grad_(False))
-    drafter = EagleDrafter(head, PARTS, window)
+    drafter = EagleDrafter(head, PARTS, window=window)
     known, states = tokens(count), features(count - 1, head)
     who, at = context("a", known[:1]), 0
     while at < count - 1:
@@ -121,15 +121,68 @@ def _scoring(head: EagleHead) -> EagleHead:
     return head
 
 
+def chances(head: EagleHead, known: list[int], states: Tensor, line: list[int]) -> Tensor:
+    """[VOCAB] logarithms: what follows `known` and the guesses `line`."""
+    ids = torch.tensor([[*known, *line, 0]])
+    padded = torch.zeros(1, ids.shape[1], states.shape[1])
+    padded[0, : len(states)] = states
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), padded, padded[..., :HIDDEN])
+    trained = TrainedEagle(head, PARTS.embed(torch.arange(VOCAB)), 64)
+    found = trained.states(batch, len(line) + 1)[-1][0, len(known) - 2]
+    return PARTS.logits(found).log_softmax(-1)
+
+
+@pytest.mark.parametrize("third", [False, True])
+def test_a_trees_lines_are_the_likeliest_by_whole_passes(
+    third: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmserve.spec.eagle_drafter.BRANCHES", 3)
+    head = _scoring(random_eagle(third).requires_grad_(False))
+    drafter = EagleDrafter(head, PARTS, most=12, window=64)
+    wants, texts = [], {}
+    for number, count in enumerate((9, 30)):
+        known, states = tokens(count, number), features(count - 1, head, number)
+        who = context(str(number), known)
+        drafter.landed(who, told(0, states))
+        wants.append(Wanted(who, 3))
+        texts[who.id] = (known, states)
+    for (who, _), draft in zip(wants, drafter.propose(wants), strict=True):
+        known, states = texts[who.id]
+        assert draft is not None and len(draft) == 12
+        level, every = [(0.0, list[int]())], []
+        for _ in range(3):  # three children of each of the three likeliest
+            grown = []
+            for cost, line in level:
+                best = chances(head, known, states, line).topk(3)
+                pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+                grown += [(cost + chance, [*line, token]) for chance, token in pairs]
+            every += grown
+            level = sorted(grown, reverse=True)[:3]
+        every.sort(key=lambda each: each[0] - 1e-3 * len(each[1]), reverse=True)
+        assert {tuple(path) for path in draft.paths} == {tuple(line) for _, line in every[:12]}
+
+
+def test_what_is_not_worth_a_row_is_left_out() -> None:
+    head = _scoring(random_eagle(True).requires_grad_(False))
+    known, states = tokens(12), features(11, head)
+    sure = chances(head, known, states, []).max().exp().item()
+    for worth, any_left in ((sure * 0.99, True), (min(sure * 1.01, 1.0), False)):
+        drafter = EagleDrafter(head, PARTS, worth=worth, window=64)
+        who = context("a", known)
+        drafter.landed(who, told(0, states))
+        (draft,) = drafter.propose([Wanted(who, 4)])
+        assert (draft is not None) is any_left
+
+
 @pytest.mark.parametrize("third", [False, True])
 def test_company_changes_no_guess(third: bool) -> None:
     head = _scoring(random_eagle(third).requires_grad_(False))
-    many, wants, alone = EagleDrafter(head, PARTS, 8), [], []
+    many, wants, alone = EagleDrafter(head, PARTS, window=8), [], []
     for number, count in enumerate((3, 17, 9, 30)):
         who, states = context(str(number), tokens(count, number)), features(count - 1, head, number)
         many.landed(who, told(0, states))
         wants.append(Wanted(who, 4))
-        lonely = EagleDrafter(head, PARTS, 8)
+        lonely = EagleDrafter(head, PARTS, window=8)
         lonely.landed(who, told(0, states))
         alone += lonely.propose([Wanted(who, 4)])
     assert many.propose(wants) == alone
@@ -138,7 +191,7 @@ def test_company_changes_no_guess(third: bool) -> None:
 def test_what_came_from_a_cache_is_done_without() -> None:
     head = _scoring(random_eagle(True).requires_grad_(False))
     known, states = tokens(20), features(19, head)
-    late, short = EagleDrafter(head, PARTS, 64), EagleDrafter(head, PARTS, 7)
+    late, short = EagleDrafter(head, PARTS, window=64), EagleDrafter(head, PARTS, window=7)
     who = context("a", known)
     late.landed(who, told(12, states[12:]))
     short.landed(who, told(0, states))
@@ -147,7 +200,7 @@ def test_what_came_from_a_cache_is_done_without() -> None:
 
 def test_nothing_is_guessed_where_the_last_tokens_are_not_known() -> None:
     head = _scoring(random_eagle(True).requires_grad_(False))
-    drafter = EagleDrafter(head, PARTS, 8)
+    drafter = EagleDrafter(head, PARTS, window=8)
     who = context("a", tokens(9))
     assert drafter.propose([Wanted(who, 3)]) == [None]
     drafter.landed(who, told(0, features(6, head)))
@@ -161,7 +214,7 @@ def test_nothing_is_guessed_where_the_last_tokens_are_not_known() -> None:
 
 def test_an_ended_sequence_leaves_its_ring_to_the_next() -> None:
     head = _scoring(random_eagle(True).requires_grad_(False))
-    used, fresh = EagleDrafter(head, PARTS, 8), EagleDrafter(head, PARTS, 8)
+    used, fresh = EagleDrafter(head, PARTS, window=8), EagleDrafter(head, PARTS, window=8)
     for number in range(12):  # more than there are rings, had they not been given back
         old = context(str(number), tokens(30, number))
         used.landed(old, told(0, features(29, head, number)))

@@ -1,0 +1,165 @@
+"""How an EAGLE head's guesses grow: level by level, the likeliest lines first.
+
+Owns the growing of many sequences' trees at once, in shapes that depend on nothing but their number
+and size, so that a device can capture it. Knows nothing of sequences. The guesses' own keys and
+values stand behind a copy of what is known, and are forgotten with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmserve.spec.eagle import EagleHead, Turn, turns
+from mmserve.spec.head_kv import HeadKV
+
+# Each level's cost beyond its chance, so that no token is ever likelier than the one before it.
+STEP = 1e-3
+
+
+class Size(NamedTuple):
+    """`length` levels, of each level's `branches` likeliest lines all children of that number, of
+    all of these the `most` likeliest. A chain: one branch, `most` its length."""
+
+    length: int
+    branches: int
+    most: int
+
+
+class _Level(NamedTuple):
+    """The lines that grow on, [B, W] each: tokens, the logarithms of their chances, numbers among
+    all guesses, and the state before each [B, W, hidden]."""
+
+    tokens: Tensor
+    chances: Tensor
+    numbers: Tensor
+    states: Tensor
+
+
+class Growth:
+    """Of `head`'s guesses; `embed` [...] int64 -> [..., hidden]."""
+
+    def __init__(self, head: EagleHead, embed: Callable[[Tensor], Tensor], kv: HeadKV) -> None:
+        self._head, self._embed, self._kv = head, embed, kv
+
+    def grow(self, features: Tensor, ints: Tensor, size: Size) -> Tensor:
+        """features [B, F], ints [4, B]: rings, positions of the last tokens whose features are
+        known, the first position that is known, the tokens behind -> float64 [B, 4, N]: numbers,
+        parents' numbers (-1: none), tokens and logarithms of chances, in order of numbers."""
+        head, kv, width = self._head, self._kv, size.branches
+        rings, positions, first, tokens = ints
+        levels = torch.arange(size.length, device=ints.device)[:, None] + positions
+        turn = turns(levels, head.config, features.dtype)
+        hidden = kv.hidden(positions, first, features.dtype)[:, None]  # [B, 1, size]
+
+        residual, qkv = head.attending(head.joined(features), self._embed(tokens))
+        queries = self._store(qkv, rings, positions, _at(turn, 0))
+        known = kv.read(rings)
+        state = head.closed(residual, self._attend(queries[:, None], known, hidden)[:, 0])
+        level, found = self._first(state, width)
+
+        room = width * (size.length - 1)
+        keys, values = (_longer(part, room, 2) for part in known)
+        beyond = hidden.new_full((len(rings), width, room), float("-inf"))
+        mask = torch.cat((hidden.expand(-1, width, -1), beyond), -1)
+        own = torch.zeros(width, width, device=ints.device, dtype=hidden.dtype)
+        own = own.fill_(float("-inf")).fill_diagonal_(0)
+        for depth in range(1, size.length):
+            at = slice(kv.size + (depth - 1) * width, kv.size + depth * width)
+            residual, qkv = head.attending(level.states, self._embed(level.tokens))
+            queries, k, v = self._turned(qkv, _at(turn, depth))
+            keys[:, :, at], values[:, :, at] = k.transpose(1, 2), v.transpose(1, 2)
+            mask[:, :, at] = own
+            states = head.closed(residual, self._attend(queries, (keys, values), mask))
+            level, lines = self._next(level, states, found, width)
+            if depth + 1 < size.length:
+                mask = mask.gather(1, lines[..., None].expand(-1, -1, mask.shape[-1]))
+        return _best(found, size.most)
+
+    # -- choosing ---------------------------------------------------------------------------------
+
+    def _likeliest(self, states: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """[..., hidden] -> logarithms of chances and tokens [..., count], best first."""
+        scores = self._head.scores(states).float().log_softmax(-1)
+        chances, numbers = scores.topk(count, -1)
+        return chances - STEP, self._head.named(numbers)
+
+    def _first(self, state: Tensor, width: int) -> tuple[_Level, list[Tensor]]:
+        """What follows the last known token; `found` [B, 4, W] of all guesses so far."""
+        chances, tokens = self._likeliest(state, width)
+        numbers = torch.arange(width, device=tokens.device).expand_as(tokens)
+        states = state[:, None].expand(-1, width, -1)
+        found = [_row(numbers, torch.full_like(numbers, -1), tokens, chances)]
+        return _Level(tokens, chances, numbers, states), found
+
+    def _next(
+        self, level: _Level, states: Tensor, found: list[Tensor], width: int
+    ) -> tuple[_Level, Tensor]:
+        """All children of a level go to `found`; the likeliest grow on, [B, W] of their parents'
+        places in the level beside them."""
+        chances, tokens = self._likeliest(states, width)
+        chances = (chances + level.chances[..., None]).flatten(1)  # [B, W * W]
+        tokens = tokens.flatten(1)
+        first = sum(part.shape[2] for part in found)
+        numbers = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        parents = level.numbers[..., None].expand(-1, -1, width).flatten(1)
+        found.append(_row(numbers.expand_as(tokens), parents, tokens, chances))
+        kept, picked = chances.topk(width, -1)
+        lines = picked // width
+        behind = states.gather(1, lines[..., None].expand(-1, -1, states.shape[-1]))
+        return _Level(tokens.gather(1, picked), kept, picked + first, behind), lines
+
+    # -- attention --------------------------------------------------------------------------------
+
+    def _turned(self, qkv: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, W, heads, D] -> queries and keys, turned, and values."""
+        c = self._head.config
+        qk = turn(qkv[..., : c.num_heads + c.num_kv_heads, :])
+        values = qkv[..., c.num_heads + c.num_kv_heads :, :]
+        return qk[..., : c.num_heads, :], qk[..., c.num_heads :, :], values
+
+    def _store(self, qkv: Tensor, rings: Tensor, positions: Tensor, turn: Turn) -> Tensor:
+        """Keys and values of known tokens go into the rings; queries [B, H, D]."""
+        queries, keys, values = (part[:, 0] for part in self._turned(qkv[:, None], turn))
+        self._kv.write(rings, positions, torch.cat((keys, values), 1))
+        return queries
+
+    def _attend(self, queries: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """queries [B, W, H, D]; keys, values [B, Hkv, M, D]; mask [B, W, M] -> [B, W, H, D]."""
+        c, (batch, width) = self._head.config, queries.shape[:2]
+        keys, values = kv
+        grouped = queries.view(batch, width, c.num_kv_heads, -1, c.head_dim).permute(0, 2, 3, 1, 4)
+        flat = grouped.reshape(batch, c.num_kv_heads, -1, c.head_dim)  # [B, Hkv, G W, D]
+        scores = (flat @ keys.transpose(-1, -2)).view(batch, c.num_kv_heads, -1, *mask.shape[1:])
+        scores = torch.add(mask[:, None, None], scores, alpha=c.head_dim**-0.5)
+        attended: Tensor = scores.softmax(-1).flatten(2, 3) @ values
+        shaped = attended.view(batch, c.num_kv_heads, -1, width, c.head_dim)
+        return shaped.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _at(turn: Turn, level: int) -> Turn:
+    """Of one level, for [B, W, heads, D]."""
+    return Turn(turn.cos[level][:, None], turn.sin[level][:, None])
+
+
+def _longer(part: Tensor, room: int, dim: int) -> Tensor:
+    shape = list(part.shape)
+    shape[dim] = room
+    return torch.cat((part, part.new_zeros(shape)), dim)
+
+
+def _row(numbers: Tensor, parents: Tensor, tokens: Tensor, chances: Tensor) -> Tensor:
+    """[B, 4, n] float64, which holds all of them exactly."""
+    return torch.stack((numbers.double(), parents.double(), tokens.double(), chances.double()), 1)
+
+
+def _best(found: list[Tensor], most: int) -> Tensor:
+    """The likeliest `most`, or all if there are fewer, in order of numbers."""
+    every = torch.cat(found, 2)
+    if most >= every.shape[2]:
+        return every
+    best = every[:, 3].topk(most, -1).indices.sort(-1).values
+    return every.gather(2, best[:, None].expand(-1, 4, -1))
