@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmserve.engine import engine as engine_module
 from mmserve.engine.engine import Engine
 from mmserve.engine.kept_paths import KeptPath, keep
 from mmserve.request import Segment, TextSegment
 from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.spec.draft import Draft
 from tests.engine.driver import GREEDY, Driver, picture, words
+from tests.engine.test_cuda_runner import DEVICE, on_the_gpus_runner
+from tests.engine.test_drafting import Guesses, compare
 from tests.engine.test_windows import KINDS, WINDOW, windowed_model
-from tests.engine.tiny import build_tiny, tiny_config
+from tests.engine.tiny import build_tiny, tiny_config, tiny_model
 
 ONE = replace(GREEDY, max_tokens=1)
 # Two long branches that alternate, and short ones beside them; over a page's border in any case.
@@ -78,6 +81,17 @@ def test_every_row_has_the_bits_of_its_path_alone(name: str) -> None:
     """With 8-bit weights, whose products are exact whatever the company."""
     options = tiny_config(dtype="int8", prefix_caching=False)
     check([Driver(build_tiny(options)) for _ in range(2)], PROMPTS[name], 0.0)
+
+
+def test_the_gpus_runner_answers_as_the_plain_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, where there is no GPU. Several sequences, of which one has no draft at times."""
+    params = replace(GREEDY, max_tokens=9, ignore_eos=True)
+    plain = Driver(Engine(tiny_config(), tiny_model()))
+    monkeypatch.setattr(engine_module, "build_runner", on_the_gpus_runner)
+    drafted = Driver(Engine(tiny_config(), tiny_model(device=DEVICE)))
+    asks = [(PROMPTS["images"], params), (PROMPTS["an image last"], params)]
+    guesser = compare(plain, drafted, asks, Guesses(0.8, 5, branches=2))
+    assert guesser.right > 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
