@@ -106,15 +106,16 @@ def input_details(usage: Usage) -> dict[str, int]:
     }
 
 
-def cache_json(usage: Usage) -> dict[str, int | str]:
+def cache_json(usage: Usage) -> dict[str, int | float | str]:
     """Extension `usage.cache`: images found and computed, text tokens found in the prefix cache,
-    and the vision mode where it makes the answer approximate."""
-    approximate = {"vision_mode": usage.vision_mode} if usage.vision_mode else {}
+    the vision mode where it makes the answer approximate, and of a beam search, which part of its
+    beams' KV bytes was saved by what they share."""
+    more = {"vision_mode": usage.vision_mode, "beam_kv_saved": usage.beam_kv_saved}
     return {
         "vision_hits": usage.vision_hits,
         "vision_misses": usage.vision_misses,
         "prefix_tokens": usage.cached_tokens - usage.cached_image_tokens,
-        **approximate,
+        **{name: value for name, value in more.items() if value is not None},
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -40,7 +40,7 @@ from mmserve.server.formats import constrain, parse_format
 from mmserve.server.sampling import (
     MAX_TOP_LOGPROBS,
     check_model,
-    only_one,
+    parse_beams,
     parse_sampling,
     text_only,
     unsupported,
@@ -133,7 +133,7 @@ def parse_chat(body: dict[str, Any], services: Services) -> ChatRequest:
     """Check a body. Raises `RequestError`s that name the field."""
     fields = Fields(body)
     check_model(fields, services.info)
-    only_one(fields, "n", "best_of")
+    beams = parse_beams(fields)
     text_only(fields)
     unsupported(fields, "web_search_options", "prediction")
     format = parse_format(fields, fields, "response_format")
@@ -145,6 +145,7 @@ def parse_chat(body: dict[str, Any], services: Services) -> ChatRequest:
         limits=("max_completion_tokens", "max_tokens"),
         logprobs=_logprobs(fields),
         constraint=constrain(format, calling),
+        beams=beams,
     )
     return ChatRequest(
         messages=messages,
@@ -203,7 +204,7 @@ class Completion:
     def __init__(self, request: ChatRequest, generation: Generation, model: str) -> None:
         self._request = request
         self._generation = generation
-        self._answer = Answer(request.calling.parser())
+        self._answers = [Answer(request.calling.parser())]
         self._logprobs = request.params.logprobs is not None
         self._head = {
             "id": generation.id,
@@ -212,27 +213,43 @@ class Completion:
             "system_fingerprint": f"mm_{__version__}",
         }
 
+    @property
+    def _answer(self) -> Answer:
+        """The only one, or the first, which has the counts of all."""
+        return self._answers[0]
+
+    def _parts(self, event: TokenEvent) -> list[TokenEvent]:
+        """What an event says of each answer, by number: beams all end with the same one."""
+        if not event.choices:
+            return [event]
+        parser = self._request.calling.parser
+        self._answers += [Answer(parser()) for _ in event.choices[1:]]
+        names = ("text", "token_ids", "logprobs", "finish_reason")
+        said = [{name: getattr(choice, name) for name in names} for choice in event.choices]
+        return [replace(event, choices=(), **each) for each in said]
+
     async def whole(self) -> dict[str, Any]:
         """The answer object. Aborts the generation when cancelled."""
         try:
             async for event in self._generation:
-                self._answer.add(event)
+                for number, part in enumerate(self._parts(event)):
+                    self._answers[number].add(part)
         finally:
             self._generation.abort()
-        answer = self._answer
-        reason = check_finished(answer)
-        choice = {
-            "index": 0,
-            "message": self._message(answer),
-            "logprobs": self._logprobs_json(answer) if self._logprobs else None,
-            "finish_reason": reason,
-        }
         return {
             **self._head,
             "object": "chat.completion",
-            "choices": [choice],
-            "usage": usage_json(answer),
-            "timings": timings_json(answer.timings, answer.usage),
+            "choices": [self._choice(*each) for each in enumerate(self._answers)],
+            "usage": usage_json(self._answer),
+            "timings": timings_json(self._answer.timings, self._answer.usage),
+        }
+
+    def _choice(self, number: int, answer: Answer) -> dict[str, Any]:
+        return {
+            "index": number,
+            "message": self._message(answer),
+            "logprobs": self._logprobs_json(answer) if self._logprobs else None,
+            "finish_reason": check_finished(answer),
         }
 
     def abort(self) -> None:
@@ -250,8 +267,10 @@ class Completion:
     def _logprobs_json(answer: Answer) -> dict[str, Any]:
         return {"content": [logprob_json(entry) for entry in answer.logprobs], "refusal": None}
 
-    def _chunk(self, delta: dict[str, Any], reason: str | None, logprobs: Any = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def _chunk(
+        self, delta: dict[str, Any], reason: str | None, logprobs: Any = None, number: int = 0
+    ) -> bytes:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         if self._request.include_usage:
             chunk["usage"] = None
@@ -260,10 +279,10 @@ class Completion:
             chunk["cache"] = cache_json(self._answer.usage)
         return sse(dumps(chunk))
 
-    def _deltas(self, event: TokenEvent) -> Iterator[tuple[dict[str, Any], Any]]:
-        """What an event adds, and the log-probabilities of it."""
-        before = len(self._answer.calls)
-        pieces, entries = self._answer.add(event)
+    def _deltas(self, answer: Answer, event: TokenEvent) -> Iterator[tuple[dict[str, Any], Any]]:
+        """What an event adds to an answer, and the log-probabilities of it."""
+        before = len(answer.calls)
+        pieces, entries = answer.add(event)
         logprobs = None
         if self._logprobs:
             logprobs = {"content": [logprob_json(entry) for entry in entries], "refusal": None}
@@ -276,7 +295,7 @@ class Completion:
                 logprobs = logprobs and {"content": [], "refusal": None}
             elif piece.kind == "call":
                 index += 1
-                head = call_json(self._answer.calls[index])
+                head = call_json(answer.calls[index])
                 head["function"]["arguments"] = ""
                 yield {"tool_calls": [{"index": index, **head}]}, None
             elif piece.kind == "arguments":
@@ -298,9 +317,13 @@ class Completion:
         try:
             yield self._chunk({"role": "assistant", "content": ""}, None)
             async for event in self._generation:
-                for delta, logprobs in self._deltas(event):
-                    yield self._chunk(delta, None, logprobs)
-            yield self._chunk({}, check_finished(self._answer))
+                for number, part in enumerate(self._parts(event)):
+                    if number:
+                        yield self._chunk({"role": "assistant", "content": ""}, None, None, number)
+                    for delta, logprobs in self._deltas(self._answers[number], part):
+                        yield self._chunk(delta, None, logprobs, number)
+            for number, answer in enumerate(self._answers):
+                yield self._chunk({}, check_finished(answer), None, number)
         except RequestError as error:
             yield sse(dumps({"error": error_object(error)}))
             return

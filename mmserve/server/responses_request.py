@@ -185,7 +185,7 @@ def parse_response_request(body: dict[str, Any], info: ModelInfo) -> ResponseReq
     text_only(fields)
     format = parse_format(fields, fields.object("text"), "format")
     calling = parse_calling(fields, info, formatted=format.constraint is not None)
-    unsupported(fields, "prompt", "context_management")
+    unsupported(fields, "prompt", "context_management", "use_beam_search")
     params = parse_sampling(
         fields,
         info,

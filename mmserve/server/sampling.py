@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmserve.errors import RequestError
-from mmserve.request import Constraint, SamplingParams
+from mmserve.request import BeamParams, Constraint, SamplingParams
 from mmserve.server.engine_face import ModelInfo
 from mmserve.server.errors import NotFoundError, UnsupportedParameterError
 from mmserve.server.fields import Fields, as_list, as_text, wrong_type
@@ -16,6 +16,9 @@ from mmserve.server.fields import Fields, as_list, as_text, wrong_type
 MAX_INT = 2**31 - 1
 MAX_STOPS = 4
 MAX_TOP_LOGPROBS = 20
+MAX_BEAMS = 16
+
+BEAMS = SamplingParams(temperature=0.0)  # nothing is drawn, whatever the model's own settings say
 
 
 def check_model(fields: Fields, info: ModelInfo) -> None:
@@ -84,10 +87,11 @@ def parse_sampling(
     limits: tuple[str, ...],
     logprobs: int | None,
     constraint: Constraint | None = None,
+    beams: BeamParams | None = None,
 ) -> SamplingParams:
     """`limits` names the length fields, the stronger first; the rest was read by the surface."""
     top_k = fields.integer("top_k", -1, MAX_INT)
-    default = info.default_sampling
+    default = info.default_sampling if beams is None else BEAMS
     return SamplingParams(
         max_tokens=_max_tokens(fields, limits),
         temperature=_or(fields.number("temperature", 0, 2), default.temperature),
@@ -106,6 +110,29 @@ def parse_sampling(
         ignore_eos=fields.flag("ignore_eos"),
         logprobs=logprobs,
         constraint=constraint,
+        beams=beams,
+    )
+
+
+def parse_beams(fields: Fields) -> BeamParams | None:
+    """vLLM's words: `n` answers of `best_of` beams (default: n). Groups are ours. None where one
+    answer is asked for, token by token."""
+    if not fields.flag("use_beam_search"):
+        only_one(fields, "n", "best_of")
+        for name in ("num_beam_groups", "diversity_penalty"):
+            if fields.get(name) is not None:
+                param = fields.param(name)
+                raise RequestError(f"'{param}' needs 'use_beam_search': true.", param=param)
+        return None
+    count, width = fields.integer("n", 1, MAX_BEAMS), fields.integer("best_of", 1, MAX_BEAMS)
+    early: Any = fields.get("early_stopping")
+    return BeamParams(
+        width=width or count or 1,
+        count=count or 1,
+        groups=fields.integer("num_beam_groups", 1, MAX_BEAMS) or 1,
+        diversity_penalty=_or(fields.number("diversity_penalty", 0, 100), 0.0),
+        length_penalty=_or(fields.number("length_penalty", -10, 10), 1.0),
+        early_stopping="never" if early == "never" else fields.flag("early_stopping"),
     )
 
 
