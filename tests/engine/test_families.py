@@ -17,7 +17,7 @@ import torch
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.engine import Engine
 from mmserve.model.weights import load
-from mmserve.request import SamplingParams, Segment
+from mmserve.request import BeamParams, SamplingParams, Segment
 from tests.engine.driver import Driver
 from tests.model import families
 from tests.model.border import Border, message, open_border
@@ -25,6 +25,7 @@ from tests.model.border import Border, message, open_border
 STEPS = 64
 GREEDY = SamplingParams(max_tokens=STEPS, temperature=0.0)
 BRIEF = 24  # tokens, where the rest would show nothing new
+BEAM_STEPS = 12
 WINDOW = 24  # of the families that have one
 LONG = "The quick brown fox jumps over the lazy dog and back. " * 6  # over four windows
 
@@ -162,3 +163,29 @@ def test_preempted_sequences_go_on_as_if_nothing_had_been(family: Family) -> Non
         family.check(driver, request, case)
     assert driver.engine.metrics.num_preemptions._value.get() > 0
     driver.assert_idle()
+
+
+def test_beams_are_transformers_beams(family: Family) -> None:
+    """With an image in the prompt and without; beside others, and with a small pool, too."""
+    driver = family.driver(text_pages=30, max_num_batched_tokens=64)
+    model, _ = families.load(family.folder)
+    if family.name == "mllama":
+        _as_trained(model)
+    cases = [case for case in family.cases if case in ("long", "one")]
+    beams = BeamParams(4, 4)
+    params = replace(GREEDY, max_tokens=BEAM_STEPS, beams=beams)
+    requests = {c: driver.submit(family.segments(driver, c), params) for c in cases}
+    driver.run()
+    driver.assert_idle()
+    for case, request in requests.items():
+        inputs = family.border.encode(*family.cases[case])
+        with torch.no_grad():
+            out = model.generate(
+                **inputs,
+                max_new_tokens=BEAM_STEPS,
+                num_beams=beams.width,
+                num_return_sequences=beams.count,
+                do_sample=False,
+            )
+        wanted = out[:, inputs["input_ids"].shape[1] :].tolist()
+        assert [list(c.token_ids) for c in driver.last(request).choices] == wanted, case

@@ -7,6 +7,7 @@ those of a plain search over one dense forward for every beam and token.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -21,6 +22,7 @@ from mmserve.errors import ContextLengthExceededError, RequestError
 from mmserve.request import (
     BeamParams,
     Choice,
+    Constraint,
     FinishReason,
     SamplingParams,
     Segment,
@@ -186,6 +188,42 @@ def test_one_beam_is_the_greedy_answer() -> None:
     assert answers(d, words(4, 9), d.image(A), words(5, 4), params=asking(BeamParams(1))) == [
         tuple(d.ask(words(4, 9), d.image(A), words(5, 4), params=replace(GREEDY, max_tokens=12)))
     ]
+
+
+def test_logprobs_are_each_answer_s_own() -> None:
+    d = driver()
+    request = d.submit((words(0, 9),), asking(BeamParams(3, 3), logprobs=2, ignore_eos=True))
+    d.run()
+    for choice in choices(d, request):
+        assert tuple(entry.token_id for entry in choice.logprobs) == choice.token_ids
+        assert all(len(entry.top) == 2 for entry in choice.logprobs)
+        mean = sum(entry.logprob for entry in choice.logprobs) / len(choice.logprobs)
+        assert mean == pytest.approx(choice.score, abs=1e-5)
+
+
+def constrained(kind: str, text: str, width: int, **options: Any) -> SamplingParams:
+    constraint = Constraint(kind, text)
+    beams = BeamParams(width, width)
+    return asking(beams, constraint=constraint, max_tokens=30, **options)
+
+
+def test_every_answer_fits_the_grammar() -> None:
+    d = driver()
+    request = d.submit((words(1, 9), d.image(A)), constrained("regex", "[ab]{2}c?", 6))
+    d.run()
+    d.assert_idle()
+    found = [choice.text for choice in choices(d, request)]
+    assert len(set(found)) == 6 and all(re.fullmatch("[ab]{2}c?", text) for text in found)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_grammar_of_fewer_answers_than_beams_gives_them_all(ignore_eos: bool) -> None:
+    d = driver()
+    params = constrained("choice", '["ab", "ac", "x"]', 4, ignore_eos=ignore_eos)
+    request = d.submit((words(1, 9),), params)
+    d.run()
+    d.assert_idle()
+    assert sorted(choice.text for choice in choices(d, request)) == ["ab", "ac", "x"]
 
 
 # -- pages ------------------------------------------------------------------------------------
