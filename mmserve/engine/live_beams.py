@@ -46,7 +46,10 @@ class Beam:
 
 
 class LiveBeams(Live):
-    """`page_bytes` by layer group. A beam that is not its group's any more is not heard."""
+    """`page_bytes` by layer group.
+
+    What a step has found of a beam is not heard where the beam has been preempted meanwhile: it
+    will be found again."""
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class LiveBeams(Live):
     def take(self, seq: Sequence, sampled: SampledToken, now: float) -> TokenEvent:
         """What comes next of a beam; once it is known of all, they go on."""
         members = self._beams.members(self.seq)
-        if seq in members:
+        if seq in members and seq.num_computed_tokens == seq.num_tokens:
             self._found[seq] = sampled
         if any(member not in self._found for member in members):
             return TokenEvent()

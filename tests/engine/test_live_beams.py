@@ -43,10 +43,12 @@ def asking(beams: BeamParams, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, beams=beams, **options)
 
 
-def driver(page_size: int = 16, **options: Any) -> Driver:
+def driver(page_size: int = 16, overlaps: bool = False, **options: Any) -> Driver:
     config = tiny_config(**options)
     cache = replace(config.cache, page_size=page_size)
-    return Driver(build_tiny(replace(config, cache=cache)))
+    engine = build_tiny(replace(config, cache=cache))
+    engine.overlaps = overlaps
+    return Driver(engine)
 
 
 def choices(d: Driver, request: str) -> tuple[Choice, ...]:
@@ -153,9 +155,10 @@ SHAPES = st.sampled_from([(2, 1), (3, 1), (6, 1), (2, 2), (4, 2), (6, 3), (6, 6)
     budget=st.sampled_from([1, 3, 17, 512]),
     steps=st.integers(1, 9),
     caching=st.booleans(),
+    overlaps=st.booleans(),
 )
-@example(("a",), (6, 1), 0.0, False, 1.0, 16, 512, 9, True)
-@example((16, "a"), (6, 3), 2.0, True, 1.0, 16, 4, 9, False)
+@example(("a",), (6, 1), 0.0, False, 1.0, 16, 512, 9, True, False)
+@example((16, "a"), (6, 3), 2.0, True, 1.0, 16, 4, 9, False, True)
 def test_answers_are_those_of_a_plain_search(
     parts: Any,
     shape: tuple[int, int],
@@ -166,12 +169,13 @@ def test_answers_are_those_of_a_plain_search(
     budget: int,
     steps: int,
     caching: bool,
+    overlaps: bool,
 ) -> None:
     width, groups = shape
     beams = BeamParams(width, width, groups, penalty if groups > 1 else 0.0, length, early)
     params = asking(beams, stop_token_ids=STOPS, max_tokens=steps)
     options: dict[str, Any] = {"prefix_caching": caching, "max_num_batched_tokens": budget}
-    d = driver(page_size, text_pages=300, vision_pages=100, **options)
+    d = driver(page_size, overlaps, text_pages=300, vision_pages=100, **options)
     segments = prompt_of(d, (*parts, 3))
     for _ in range(2):  # the second time, prompt and images are known
         assert answers(d, *segments, params=params) == expected(segments, params)
@@ -241,14 +245,15 @@ def test_six_beams_behind_an_image_save_three_quarters_of_six_copies() -> None:
     assert d.counts()[0] == 1, "an image is encoded once, whatever the beams"
 
 
-def test_beams_in_company_and_under_pressure_answer_as_alone() -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_beams_in_company_and_under_pressure_answer_as_alone(overlaps: bool) -> None:
     params = asking(BeamParams(4, 4), max_tokens=30)
     quiet = driver()
     prompts = [(9 + n, "a", 20 + n) for n in range(3)]
     alone = [answers(quiet, *prompt_of(quiet, p, n), params=params) for n, p in enumerate(prompts)]
     single = quiet.ask(*prompt_of(quiet, (30, "b", 7)), params=replace(GREEDY, max_tokens=40))
 
-    d = driver(text_pages=16, vision_pages=6, max_num_batched_tokens=20)
+    d = driver(overlaps=overlaps, text_pages=16, vision_pages=6, max_num_batched_tokens=20)
     first = d.submit(prompt_of(d, (30, "b", 7)), replace(GREEDY, max_tokens=40))
     requests = [d.submit(prompt_of(d, p, n), params) for n, p in enumerate(prompts)]
     d.run()
@@ -259,9 +264,10 @@ def test_beams_in_company_and_under_pressure_answer_as_alone() -> None:
     assert counter >= 3, "the pool was too large for this test to mean anything"
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("steps", range(1, 14))
-def test_aborted_at_any_moment_all_is_given_back(steps: int) -> None:
-    d = driver(max_num_batched_tokens=10)
+def test_aborted_at_any_moment_all_is_given_back(steps: int, overlaps: bool) -> None:
+    d = driver(overlaps=overlaps, max_num_batched_tokens=10)
     gone = d.submit(prompt_of(d, (12, "a", 9)), asking(BeamParams(4, 4)))
     stays = d.submit(prompt_of(d, (11, "b", 3), 1), asking(BeamParams(3, 3)))
     for _ in range(steps):

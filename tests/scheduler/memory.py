@@ -10,9 +10,10 @@ without a look at the scheduler.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seqs
 
 from mmserve.cache.layer_group import LayerGroup
-from mmserve.scheduler.batch import Chunk
+from mmserve.scheduler.batch import Chunk, PageCopy
 from mmserve.sequence import PlacedImage, Sequence
 
 PAGE = 4
@@ -90,6 +91,14 @@ class Memory:
     def encode(self, pages: list[list[int]], key: bytes) -> None:
         for store, held in zip(self.vision, pages, strict=True):
             store.update(dict.fromkeys(held, key))
+
+    def copy(self, copies: Seqs[PageCopy]) -> None:
+        """All at once."""
+        read = [[self.text[c.group].get(c.source * PAGE + i) for i in range(PAGE)] for c in copies]
+        for copy, names in zip(copies, read, strict=True):
+            for i, name in enumerate(names):
+                if name is not None:
+                    self.text[copy.group][copy.target * PAGE + i] = name
 
     def write(self, chunk: Chunk, names: list[int]) -> None:
         seq = chunk.seq

@@ -153,10 +153,10 @@ class World:
             for context in chunk.images:
                 self.encoded.append(context.placed.key)
             self.scheduler.advance(chunk)
-            self._check_what_is_kept(seq)
+            if seq in self.scheduler.running:  # not one that has become its beams
+                self._check_what_is_kept(seq)
             if chunk.samples:
-                seq.append_pending(len(self.flight))
-                self.flight.append((seq, chosen[seq]))
+                self._launch(seq, chosen[seq])
         for seq in self.scheduler.ended_prefills():
             assert seq.request.prefill_only and seq.num_computed_tokens == seq.num_tokens
             assert len(self._rows_to_come(seq, seq.num_tokens)) == 1, "it ends without an image"
@@ -169,6 +169,11 @@ class World:
         self.preemptions += self.scheduler.take_counts().preemptions
         self.check()
         return batch
+
+    def _launch(self, seq: Sequence, token: int) -> None:
+        """A step chooses the token."""
+        seq.append_pending(len(self.flight))
+        self.flight.append((seq, token))
 
     def _land(self, flight: list[tuple[Sequence, int]]) -> None:
         for seq, token in flight:
@@ -272,6 +277,7 @@ class World:
     def _compute(self, chunks: list[Chunk]) -> dict[Sequence, int]:
         """In every layer all rows are written before any is read. The tokens that are chosen."""
         names = {}
+        self.memory.copy([copy for chunk in chunks for copy in chunk.copies])
         for chunk in chunks:
             landing = [token for other, token in self.flight if other is chunk.seq]
             names[chunk.seq] = history(chunk.seq, landing)
@@ -301,8 +307,8 @@ class World:
             )
             assert job.key not in computed, "an image is encoded twice"
             computed.add(job.key)
-        ids = [c.seq.id for c in batch.chunks]
-        assert len(ids) == len(set(ids)), "a sequence has two chunks in one step"
+        seqs = [c.seq for c in batch.chunks]
+        assert len(seqs) == len(set(seqs)), "a sequence has two chunks in one step"
         for chunk in batch.chunks:
             self._check_chunk(chunk)
             self._check_windows(chunk)
