@@ -245,7 +245,7 @@ class Engine:
                     self._images.see(context.placed.key, context.placed.image)
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         previous = self._flight.drawn.tokens if self._flight else None
-        copy_pages(self.runner.text, [copy for chunk in batch.chunks for copy in chunk.copies])
+        copy_pages(self.runner.text, batch.copies)
         logits = self.runner.run(batch, previous)
         self.runner.trim()
         self.metrics.vision_kv_writes.inc(sum(len(chunk.images) for chunk in batch.chunks))

@@ -117,7 +117,8 @@ class ImageSteps:
         """Work on an image, charged to whoever waits for it."""
         started = time.monotonic()
         holdings = self._holdings
-        holders = [live for live in self._lives.values() if holdings.awaits(live.seq, key)]
+        lives = self._lives.values()
+        holders = [i for i in lives if any(holdings.awaits(seq, key) for seq in i.seqs)]
         try:
             work()
         except Exception:

@@ -91,6 +91,11 @@ class Live:
     def request(self) -> Request:
         return self.seq.request
 
+    @property
+    def seqs(self) -> list[Sequence]:
+        """Those that compute it."""
+        return [self.seq]
+
     def row(self, seq: Sequence) -> Row:
         """What a step makes of one of the request's sequences, which is its only one."""
         return self

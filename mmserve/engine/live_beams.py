@@ -74,8 +74,12 @@ class LiveBeams(Live):
         self._spoken = 0  # tokens of the answers, at the end
         self._saved: float | None = None
 
+    @property
+    def seqs(self) -> list[Sequence]:
+        return self._beams.members(self.seq)
+
     def row(self, seq: Sequence) -> Beam:
-        members = self._beams.members(self.seq)
+        members = self.seqs
         # A root that was there only for its beams to be computed behind is none of them.
         matcher = self._matchers[members.index(seq)] if seq in members else None
         state = SamplingState(self._asking, seq.token_ids, seq.num_prompt_tokens, matcher)
@@ -83,7 +87,7 @@ class LiveBeams(Live):
 
     def take(self, seq: Sequence, sampled: SampledToken, now: float) -> TokenEvent:
         """What comes next of a beam; once it is known of all, they go on."""
-        members = self._beams.members(self.seq)
+        members = self.seqs
         if seq in members and seq.num_computed_tokens == seq.num_tokens:
             self._found[seq] = sampled
         if any(member not in self._found for member in members):

@@ -88,8 +88,8 @@ class Chunk:
 class Batch:
     """One forward pass: images first, then all text chunks together.
 
-    `held`: chunks that were to be in it, but wait for images. Nothing of them has been done, so
-    they are scheduled again.
+    `held`: chunks that were to be in it, but wait for images. Nothing of them is done but copies of
+    pages, so they are scheduled again.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -109,6 +109,11 @@ class Batch:
     @property
     def has_drafts(self) -> bool:
         return any(chunk.draft is not None for chunk in self.chunks)
+
+    @property
+    def copies(self) -> list[PageCopy]:
+        """To be made before anything is written; the pages are their owners' already."""
+        return [copy for chunk in (*self.chunks, *self.held) for copy in chunk.copies]
 
     @property
     def computed(self) -> set[bytes]:

@@ -267,7 +267,8 @@ class World:
     def _fail(self, key: bytes) -> None:
         """What was made of an image cannot be had: whoever waits for it ends."""
         holdings = self.scheduler.holdings
-        ending = [s for s in self.scheduler.running if holdings.awaits(s, key)]
+        members = self.scheduler.beams.members
+        ending = [s for s in self.live if any(holdings.awaits(m, key) for m in members(s))]
         holdings.settle(key, written=False)
         for seq in ending:
             self.scheduler.finish(seq)
