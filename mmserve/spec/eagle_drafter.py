@@ -8,7 +8,7 @@ without them. Images need nothing: what was seen is in the hidden states of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # sequences; more are not captured
 
 
 class _Inputs(NamedTuple):
-    """What a captured draft reads: [B, F] and [4, B]."""
+    """What a captured launch reads: [B, F] and [n, B]."""
 
     features: Tensor
     ints: Tensor
@@ -71,7 +71,7 @@ class EagleDrafter:
         self._kv = HeadKV(window, c.num_kv_heads, c.head_dim, parts.device, parts.dtype)
         self._growth = Growth(head, self._embed, self._kv)
         self._tails: dict[str, _Tail] = {}
-        self._buffers: dict[int, _Inputs] = {}
+        self._inputs: dict[tuple[Hashable, int], _Inputs] = {}
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -139,7 +139,6 @@ class EagleDrafter:
     def _grown(self, tails: Sequence[tuple[_Tail, Context]], length: int) -> Tensor:
         """[B, 4, N] as `Growth.grow` says."""
         known = self._catch_up(tails)
-        count = len(tails)
         ints = [
             [tail.ring for tail, _ in tails],
             [tail.end - 1 for tail, _ in tails],
@@ -147,26 +146,30 @@ class EagleDrafter:
             [context.token_ids[tail.end] for tail, context in tails],
         ]
         shape = Size(length, BRANCHES, self._most) if self._most else Size(length, 1, length)
-        size = next((b for b in BUCKETS if b >= count), None)
-        if size is None:
-            return self._growth.grow(known, torch.tensor(ints).to(self._parts.device), shape)
-        at = self._inputs(size)
-        at.features[:count] = known
-        filled = [row + [0] * (size - count) for row in ints]  # ring 0 is nobody's
-        at.ints.copy_(torch.tensor(filled))
-        captured = self._parts.captures.run(
-            (size, shape), lambda: self._growth.grow(at.features, at.ints, shape)
-        )
-        return captured[:count]
+        return self._launch(shape, known, ints, lambda rows, at: self._growth.grow(rows, at, shape))
 
-    def _inputs(self, size: int) -> _Inputs:
-        if size not in self._buffers:
-            parts, width = self._parts, self._parts.hidden_size * len(self.taps)
-            self._buffers[size] = _Inputs(
-                torch.zeros(size, width, device=parts.device, dtype=parts.dtype),
-                torch.zeros(4, size, device=parts.device, dtype=torch.long),
+    def _launch(
+        self,
+        key: Hashable,
+        features: Tensor,
+        ints: list[list[int]],
+        compute: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """What `compute` makes of features [B, F] and ints [n, B]; captured where rows are few,
+        with more of them behind, which are nobody's."""
+        count, parts = len(features), self._parts
+        size = next((b for b in BUCKETS if b >= count), None)
+        if size is None or not parts.captures.enabled:
+            return compute(features, torch.tensor(ints).to(parts.device))
+        if (key, size) not in self._inputs:
+            self._inputs[key, size] = _Inputs(
+                features.new_zeros(size, features.shape[1]),
+                torch.zeros(len(ints), size, device=parts.device, dtype=torch.long),
             )
-        return self._buffers[size]
+        at = self._inputs[key, size]
+        at.features[:count] = features
+        at.ints.copy_(torch.tensor([row + [0] * (size - count) for row in ints]))
+        return parts.captures.run((key, size), lambda: compute(at.features, at.ints))[:count]
 
     def _catch_up(self, tails: Sequence[tuple[_Tail, Context]]) -> Tensor:
         """Keys and values of all that is known but the last of each; of that, features [B, F]."""
@@ -188,17 +191,19 @@ class EagleDrafter:
             assert tail.last is not None
             last.append(tail.last)
         if tokens:
-            rows = torch.tensor([rings, positions, tokens]).to(self._parts.device)
-            self._absorb(torch.cat(pieces), *rows)
+            self._launch("known", torch.cat(pieces), [rings, positions, tokens], self._absorb)
         return torch.cat(last)
 
-    def _absorb(self, features: Tensor, rings: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """features [T, F], the rest [T]."""
+    def _absorb(self, features: Tensor, ints: Tensor) -> Tensor:
+        """features [T, F], ints [3, T]: rings, positions, tokens behind; what is written."""
+        rings, positions, tokens = ints
         head, heads = self._head, self._head.config.num_heads
         _, qkv = head.attending(head.joined(features), self._embed(tokens))
         turn = turns(positions, head.config, qkv.dtype)
         keys, values = qkv[:, heads:].chunk(2, 1)
-        self._kv.write(rings, positions, torch.cat((turn(keys), values), 1))
+        kv = torch.cat((turn(keys), values), 1)
+        self._kv.write(rings, positions, kv)
+        return kv
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self._parts.embed(tokens).to(self._parts.dtype)

@@ -23,7 +23,9 @@ def dense(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 class Captures(Protocol):
-    """Launches that a device may do again without being told each part."""
+    """Launches that a device may do again without being told each part, if it is `enabled`."""
+
+    enabled: bool
 
     def run(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """What `compute` returns; of a key that is known it may not be called, so all that it reads
@@ -35,6 +37,8 @@ class Captures(Protocol):
 
 class NoCaptures:
     """Does what it is told, each time."""
+
+    enabled = False
 
     def run(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         return compute()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,42 @@ def test_a_trees_lines_are_the_likeliest_by_whole_passes(
             level = sorted(grown, reverse=True)[:3]
         every.sort(key=lambda each: each[0] - 1e-3 * len(each[1]), reverse=True)
         assert {tuple(path) for path in draft.paths} == {tuple(line) for _, line in every[:12]}
+
+
+class Replayed:
+    """Does again what it was told the first time, as a device that captured it would."""
+
+    enabled = True
+
+    def __init__(self) -> None:
+        self.made: dict[Hashable, Callable[[], Tensor]] = {}
+
+    def run(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        return self.made.setdefault(key, compute)()
+
+    def clear(self) -> None:
+        self.made.clear()
+
+
+@pytest.mark.parametrize("most", [0, 9])
+def test_captured_drafts_are_those_that_are_launched(most: int) -> None:
+    head = _scoring(random_eagle(True).requires_grad_(False))
+    replayed = dataclasses.replace(PARTS, captures=Replayed())
+    drafters = [EagleDrafter(head, p, most=most, window=16) for p in (PARTS, replayed)]
+    texts = [tokens(40 + number, number) for number in range(6)]
+    states = [features(60, head, number) for number in range(6)]
+    at = [0] * 6
+    for step, count in enumerate((1, 3, 3, 6, 2, 5, 6)):
+        wants = []
+        for number in range(count):
+            end = min(at[number] + (9, 1, 3)[(step + number) % 3], 38)
+            who = context(str(number), texts[number][: end + 1])
+            for drafter in drafters:
+                drafter.landed(who, told(at[number], states[number][at[number] : end]))
+            wants.append(Wanted(who, 3))
+            at[number] = end
+        plain, captured = (drafter.propose(wants) for drafter in drafters)
+        assert plain == captured and None not in plain
 
 
 def test_what_is_not_worth_a_row_is_left_out() -> None:
