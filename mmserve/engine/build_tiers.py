@@ -18,7 +18,8 @@ from mmserve.metrics import Metrics
 from mmserve.scheduler.scheduler import Scheduler
 from mmserve.tiers.cost import Costs
 from mmserve.tiers.disk import Folder
-from mmserve.tiers.kv_object import Owner, host_memory
+from mmserve.tiers.host_memory import host_memory
+from mmserve.tiers.kv_object import Owner
 from mmserve.tiers.object_store import ObjectStore
 from mmserve.tiers.probe import PROBE_BYTES, disk_byte_s
 from mmserve.tiers.stack import TierStack
@@ -59,6 +60,7 @@ def build_tiers(
     objects = KVObjects(owner, runner.text, runner.vision)
     tiers = KVTiers(stack, scheduler.holdings, objects, costs)
     scheduler.lift = tiers.lifter.lift
+    stack.make_ready(tiers.lifter.run_bytes)
     return tiers
 
 

@@ -71,7 +71,7 @@ class Lifter:
                 tier = self._stack.where(name)
                 if tier is None:
                     break
-                text.append(Wish(name, tier, self._run_bytes(), self._run_tokens))
+                text.append(Wish(name, tier, self.run_bytes, self._run_tokens))
             end = max(known, known // self._run_tokens * self._run_tokens + _tokens(text))
         images = []
         for placed in self._absent(seq, end):
@@ -99,9 +99,11 @@ class Lifter:
     @property
     def page_bytes(self) -> int:
         """Of text, in all layers."""
-        return self._run_bytes() // RUN_PAGES
+        return self.run_bytes // RUN_PAGES
 
-    def _run_bytes(self) -> int:
+    @property
+    def run_bytes(self) -> int:
+        """Of a run of text, in all layers."""
         every = tuple(range(RUN_PAGES))
         groups = self._holdings.text_groups
         return self._objects.owner.num_bytes(Parts("text", 0, tuple((g, every) for g in groups)))

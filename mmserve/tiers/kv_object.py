@@ -1,6 +1,6 @@
 """One object of the tiers: an image's or a run of text's keys and values, all layers in one piece.
 
-Owns its geometry, its memory and its form as a file. Knows nothing of pools or where files are.
+Owns its geometry and its form as a file. Knows nothing of pools or where files are.
 
 As a file it is a safetensors file whose payload is the memory as it is: it is read by one call into
 memory that a GPU copies from, and its header is known before that. One checksum covers what it says
@@ -23,6 +23,7 @@ import xxhash
 from torch import Tensor
 
 from mmserve.kvfile.header import Identity, KVFileError, identity_from
+from mmserve.tiers.host_memory import bytes_taken, host_memory
 
 VERSION = 1
 ALIGNMENT = 4096  # bytes: where the payload begins
@@ -129,13 +130,8 @@ class KVObject:
 
     @property
     def host_bytes(self) -> int:
-        """What its memory takes: PyTorch pins powers of two."""
-        return 1 << (self.num_bytes - 1).bit_length() if self.memory.is_pinned() else self.num_bytes
-
-
-def host_memory(num_bytes: int, *, pinned: bool) -> Tensor:
-    """uint8 [num_bytes], not initialised."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        """What its memory takes."""
+        return bytes_taken(self.memory)
 
 
 def header_of(owner: Owner, item: KVObject) -> bytes:

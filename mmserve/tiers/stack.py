@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 from mmserve.kvfile.header import KVFileError, KVMismatchError
 from mmserve.tiers.books import Ledger
 from mmserve.tiers.disk import Folder, from_bytes, scan
+from mmserve.tiers.host_memory import MOST_READY, Reserve
 from mmserve.tiers.kv_object import KVObject, Owner, header_of
 from mmserve.tiers.object_store import ObjectStore, StoredObjectError
 
@@ -118,6 +119,13 @@ class TierStack:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-read")
         self._writer = threading.Thread(target=self._write_on, name="kv-write", daemon=True)
         self._writer.start()
+        self._reserve: Reserve | None = None
+
+    def make_ready(self, size: int) -> None:
+        """Pin memory for objects of so many bytes before there are any, where it has to be pinned:
+        as much as host memory may hold, but no more than `MOST_READY`."""
+        if self.pinned:
+            self._reserve = Reserve(min(self._host.budget, MOST_READY), size)
 
     # -- what is where --------------------------------------------------------------------------
 
@@ -352,6 +360,8 @@ class TierStack:
 
     def close(self, seconds: float) -> None:
         """Write what is still queued, as far as it takes no longer, and stop."""
+        if self._reserve is not None:
+            self._reserve.close()
         self._jobs.put(None)
         self._writer.join(seconds)
         self._readers.shutdown(wait=False, cancel_futures=True)

@@ -136,7 +136,7 @@ def test_a_busy_engine_writes_so_many_bytes_behind_in_so_many_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     d = driver(tiny_model(), disk(tmp_path))
-    size = tiers(d).lifter._run_bytes()
+    size = tiers(d).lifter.run_bytes
     monkeypatch.setattr(kv_tiers, "COPY_BYTES", 2 * size)
     monkeypatch.setattr(kv_tiers, "BUSY_BYTES", size // 2)
     monkeypatch.setattr(KVTiers, "has_work", False)  # what is left waits for the next steps
