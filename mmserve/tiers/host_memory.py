@@ -3,8 +3,8 @@
 Owns how it is got, and having some ready. Knows nothing of objects.
 
 Pinned memory is PyTorch's: it takes powers of two, and keeps what is let go for whoever asks next.
-To pin memory that is new takes 5 ms for 8 MiB on an H200's machine, on one thread at a time, more
-than to fill it; what is needed is pinned by the step or the restore that needs it, so some is ready.
+To pin memory that is new takes 5 ms for 8 MiB on an H200's machine, on one thread at a time: longer
+than to fill it. It is the step or the restore that needs it that waits, so some is had ready.
 """
 
 from __future__ import annotations
