@@ -24,7 +24,7 @@ from mmserve.engine.model_runner import ModelRunner
 from mmserve.model import cuda_step
 from mmserve.model.cuda_layer import CUDALayer
 from mmserve.model.weights import load
-from mmserve.request import SamplingParams, Segment, Streaming, TextSegment
+from mmserve.request import BeamParams, SamplingParams, Segment, Streaming, TextSegment
 from tests.engine.driver import Driver, picture, words
 from tests.engine.test_families import Family
 from tests.engine.tiny import tiny_config, tiny_model
@@ -294,3 +294,18 @@ def test_what_was_captured_is_captured_again_in_larger_room(
     again = driver.submit((words(1, 5),), BRIEF)
     driver.run()
     assert driver.tokens(first) == driver.tokens(again)
+
+
+def test_beams_copy_their_pages_on_the_gpus_runner_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of a sequence's pages from step to step must not outlive a copy."""
+    answers = []
+    for build in (on_the_plain_runner, on_the_gpus_runner):
+        monkeypatch.setattr(engine_module, "build_runner", build)
+        driver = make_driver()
+        prompt = (words(4, 14), driver.image(picture(1)), words(5, 7))
+        params = replace(BRIEF, max_tokens=5, beams=BeamParams(3, 3))
+        request = driver.submit(prompt, params)
+        driver.run()
+        driver.assert_idle()
+        answers.append([choice.token_ids for choice in driver.last(request).choices])
+    assert answers[0] == answers[1]
