@@ -32,6 +32,7 @@ def add_train_command(
         metavar="FOLDER",
         help="where texts and states are kept, to be gone on with (default: OUT.work)",
     )
+    add("--writers", type=flags.count, default=1, help="processes that write, on one device")
     add("--minutes", type=float, default=7.0, help="for all of it")
     add("--tokens", type=flags.count, default=3_000_000, help="of answers to train on, at most")
     add("--updates", type=flags.count, default=100_000, help="at most")
@@ -48,7 +49,7 @@ def add_train_command(
     )
     add("--seed", type=int, default=0)
     add_engine_flags(parser)
-    parser.set_defaults(max_num_seqs=256, max_num_batched_tokens=2048)
+    parser.set_defaults(max_num_seqs=160, max_num_batched_tokens=256)
     parser.set_defaults(run=lambda args: _train(args, engine_config(args)))
 
 
@@ -62,7 +63,17 @@ def _layers(text: str) -> tuple[int, ...]:
 def _train(args: argparse.Namespace, config: EngineConfig) -> None:
     from mmserve.train_drafter.recipe import Options, train
 
-    names = ("method", "minutes", "tokens", "updates", "vocab", "steps", "rate", "batch_tokens")
+    names = (
+        "method",
+        "writers",
+        "minutes",
+        "tokens",
+        "updates",
+        "vocab",
+        "steps",
+        "rate",
+        "batch_tokens",
+    )
     given = {name: getattr(args, name) for name in (*names, "taps", "seed")}
     work = args.work or args.out.with_name(args.out.name + ".work")
     train(Options(out=args.out, work=work, **given), config)

@@ -28,13 +28,15 @@ FINAL = -1
 
 
 class _Rows(NamedTuple):
-    """A chat as rows: `embeds` [T, hidden]; `image_of` [T] int64: 0 for text; of its text, tokens
-    and whether each is of the answer."""
+    """Chats as rows [B, L], on the CPU: `tokens` int64, 0 in images; `image_of` int64: 0 for text;
+    `text` and `answers` bool: which rows are text of a chat, and which of its answer. `images`:
+    chat, first row and number of each picture."""
 
-    embeds: Tensor
+    tokens: Tensor
     image_of: Tensor
-    tokens: list[int]
-    answers: list[bool]
+    text: Tensor
+    answers: Tensor
+    images: list[tuple[int, int, int]]
 
 
 class Collector:
@@ -54,30 +56,31 @@ class Collector:
         self, chats: Sequence[Chat], told: Callable[[int], None] = lambda n: None
     ) -> Corpus:
         """`told` how many chats are done, now and then."""
-        order = sorted(range(len(chats)), key=lambda i: (chats[i].kind, _length(chats[i])))
+        order = sorted(chats, key=lambda chat: (chat.kind, _length(chat)))
         tokens: list[Tensor] = []
         answers: list[Tensor] = []
         features: list[Tensor] = []
         finals: list[Tensor] = []
+        lengths = [torch.zeros(1, dtype=torch.long)]
         done = 0
-        for part in self._parts([chats[i] for i in order]):
-            rows = [self._rows(chat) for chat in part]
+        for part in self._parts(order):
+            rows = self._rows(part)
             tapped, last = self._run(rows)
-            for b, row in enumerate(rows):
-                text = (row.image_of == 0).nonzero()[:, 0].to(self._device)
-                features.append(tapped[b, text])
-                finals.append(last[b, text])
-                tokens.append(torch.tensor(row.tokens))
-                answers.append(torch.tensor(row.answers))
+            text = rows.text.to(self._device)
+            features.append(tapped[text])
+            finals.append(last[text])
+            tokens.append(rows.tokens[rows.text])
+            answers.append(rows.answers[rows.text])
+            lengths.append(rows.text.sum(1))
             done += len(part)
             told(done)
-        lengths, read = torch.tensor([0, *map(len, tokens)]), torch.cat(features)
+        read = torch.cat(features)
         return Corpus(
             torch.cat(tokens).to(self._device),
             torch.cat(answers).to(self._device),
             read,
             read if self._taps == (FINAL,) else torch.cat(finals),
-            lengths.cumsum(0),
+            torch.cat(lengths).cumsum(0),
         )
 
     def _parts(self, chats: Sequence[Chat]) -> Iterator[list[Chat]]:
@@ -92,25 +95,37 @@ class Collector:
         if held:
             yield held
 
-    def _rows(self, chat: Chat) -> _Rows:
-        parts: list[Tensor] = []
-        image_of: list[int] = []
-        tokens: list[int] = []
-        images = 0
+    def _rows(self, chats: Sequence[Chat]) -> _Rows:
+        laid = [self._laid(chat) for chat in chats]
+        length = min(max(len(row) for row, _ in laid), self._longest)
+        rows = _Rows(
+            torch.zeros(len(chats), length, dtype=torch.long),
+            torch.zeros(len(chats), length, dtype=torch.long),
+            torch.zeros(len(chats), length, dtype=torch.bool),
+            torch.zeros(len(chats), length, dtype=torch.bool),
+            [],
+        )
+        for b, (chat, (row, images)) in enumerate(zip(chats, laid, strict=True)):
+            kept = torch.tensor(row[:length])
+            text = kept >= 0
+            rows.tokens[b, : len(kept)] = kept.clamp(min=0)
+            rows.text[b, : len(kept)] = text
+            rows.image_of[b, : len(kept)] = torch.where(text, 0, -kept)
+            rows.answers[b, len(row) - len(chat.answer) : len(kept)] = True
+            rows.images.extend((b, first, number) for first, number in images)
+        return rows
+
+    def _laid(self, chat: Chat) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens, -1 and on for those of the first image and on; first row and number of each."""
+        row: list[int] = []
+        images: list[tuple[int, int]] = []
         for piece in (*chat.pieces, chat.answer):
             if isinstance(piece, int):
-                images += 1
-                parts.append(self._see(piece))
-                image_of += [images] * len(parts[-1])
+                images.append((len(row), piece))
+                row += [-len(images)] * len(self._see(piece))
             else:
-                ids = torch.tensor(piece, device=self._device)
-                parts.append(self._lm.get_input_embeddings()(ids))
-                image_of += [0] * len(piece)
-                tokens += piece
-        kept = torch.tensor(image_of[: self._longest])
-        count, answer = int((kept == 0).sum()), len(chat.answer)
-        said = [i >= len(tokens) - answer for i in range(len(tokens))]
-        return _Rows(torch.cat(parts)[: self._longest], kept, tokens[:count], said[:count])
+                row += piece
+        return row, images
 
     def _picture(self, number: int) -> Tensor:
         """An image's visual tokens [n, hidden]."""
@@ -119,20 +134,17 @@ class Collector:
         pixels = decode(picture(number), ImageLimits(), spec.image_size)
         return self._loaded.vision.encode(torch.as_tensor(pixels)[None])[0].to(self._dtype)
 
-    def _run(self, rows: Sequence[_Rows]) -> tuple[Tensor, Tensor]:
+    def _run(self, rows: _Rows) -> tuple[Tensor, Tensor]:
         """[B, L, F] and [B, L, hidden]."""
-        length = max(len(row.image_of) for row in rows)
-        embeds = torch.zeros(
-            *(len(rows), length, rows[0].embeds.shape[1]), dtype=self._dtype, device=self._device
-        )
-        image_of = torch.zeros(len(rows), length, dtype=torch.long)
-        for b, row in enumerate(rows):
-            embeds[b, : len(row.embeds)] = row.embeds
-            image_of[b, : len(row.image_of)] = row.image_of
+        length = rows.tokens.shape[1]
+        embeds = self._lm.get_input_embeddings()(rows.tokens.to(self._device))
+        for b, first, number in rows.images:
+            seen = self._see(number)[: max(length - first, 0)]
+            embeds[b, first : first + len(seen)] = seen
         mask = None  # causal; what stands behind a chat is seen by nobody in it
-        if bool(image_of.any()):
-            seen = _seen(image_of.to(self._device))
-            mask = torch.zeros_like(seen, dtype=self._dtype).masked_fill(~seen, float("-inf"))
+        if rows.images:
+            sees = _seen(rows.image_of.to(self._device))
+            mask = torch.zeros_like(sees, dtype=self._dtype).masked_fill(~sees, float("-inf"))
         with self._listening() as heard:
             out = self._lm.get_decoder()(
                 inputs_embeds=embeds,

@@ -34,6 +34,18 @@ _TASKS = (
     "Write a product description for {}.",
     "Write a Python function to do with {}, and explain it.",
     "Write a JSON object that describes {}.",
+    "Give me advice about {} and {}.",
+    "What do {} and {} have in common?",
+    "Write a story in which {} meets {}.",
+    "Is {} better than {}?",
+    "Plan a lesson about {} and {}.",
+    "Make a list of questions about {} and {}.",
+    "Write a headline and a short article about {} and {}.",
+    "Write a song about {} and {}.",
+    "Imagine {} without {}. Describe it.",
+    "Translate into French: I like {} and {}.",
+    "How are {} and {} related?",
+    "Convince me that {} matters more than {}.",
 )
 _TOPICS = (
     *("the sea", "volcanoes", "bicycles", "bread", "the moon", "photosynthesis", "gravity", "rain"),

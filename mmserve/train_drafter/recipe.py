@@ -6,9 +6,12 @@ of flags. What was written and trained before is found in the working folder and
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,20 +33,22 @@ from mmserve.train_drafter.features import Collector
 from mmserve.train_drafter.training import Plan, Training, acceptance
 from mmserve.train_drafter.unroll import Trained, TrainedEagle, TrainedMedusa, Vocabulary
 
-WRITING_SHARE = 0.4  # of the time; a tenth is left for the model's pass and the measuring
-TRAINING_SHARE = 0.5
+WRITING_SHARE = 0.45  # of the time; what is left of it is for the measuring
+TRAINING_SHARE = 0.47  # the model's pass over the chats included
 HELD_OUT = 20  # one chat of so many is not trained on
 
 
 @dataclass(frozen=True)
 class Options:
-    """`tokens`: of answers, at most; `minutes`: of all; `updates`: at most; `longest`: tokens of an
-    answer; `row`: of a chat that is trained on; `vocab`: tokens that the head can guess."""
+    """`writers`: processes that write, each with an engine; `minutes`: of all; `tokens`: of
+    answers, at most; `updates`: at most; `longest`: tokens of an answer; `row`: of a chat that is
+    trained on; `vocab`: tokens that the head can guess."""
 
     method: str  # eagle | medusa
     out: Path
     work: Path
     minutes: float = 7.0
+    writers: int = 1
     tokens: int = 3_000_000
     updates: int = 100_000
     longest: int = 256
@@ -71,12 +76,9 @@ def train(options: Options, config: EngineConfig) -> None:
     begun = time.monotonic()
     seconds = 60 * options.minutes
     say = _Clock(begun)
-    loaded = load(config.model, 0)
-    chats = _chats(options, config, loaded, begun + WRITING_SHARE * seconds, say)
-    del loaded
+    chats = _chats(options, config, begun + WRITING_SHARE * seconds, say)
     gc.collect()
-    loaded = load(config.model, 0)  # the engine has fused the other
-    train_on(chats, loaded, options, begun, say)
+    train_on(chats, load(config.model), options, begun, say)
 
 
 def train_on(
@@ -145,7 +147,7 @@ class _Clock:
 
 
 def _chats(
-    options: Options, config: EngineConfig, loaded: Loaded, deadline: float, say: Any
+    options: Options, config: EngineConfig, deadline: float, say: _Clock
 ) -> list[writing.Chat]:
     """Those of the working folder, or new ones."""
     file = options.work / "chats.jsonl"
@@ -153,20 +155,37 @@ def _chats(
         chats = writing.read(file)
         say(f"{len(chats)} chats found in {file}")
         return chats
+    if options.writers == 1:
+        chats = _write_part(options, config, 0, deadline, say)
+    else:
+        spawning = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(options.writers, spawning) as pool:
+            numbers = range(options.writers)
+            parts = [pool.submit(_write_part, options, config, n, deadline, say) for n in numbers]
+            chats = [chat for part in parts for chat in part.result()]
+    writing.save(chats, file)
+    return chats
+
+
+def _write_part(
+    options: Options, config: EngineConfig, number: int, deadline: float, say: _Clock
+) -> list[writing.Chat]:
+    """What one of the writers writes."""
+    loaded = load(config.model)
+    # Hardly anything is asked twice, and what is kept of what was asked has to be searched.
+    cache = dataclasses.replace(config.cache, prefix_caching=False)
+    engine = Engine(dataclasses.replace(config, cache=cache), loaded)
     native = isinstance(loaded, LoadedModel)
-    engine = Engine(config, loaded)
-    say(f"{loaded.name} writes")
-    writer = writing.Writer(engine, options.seed, options.longest, images=native)
-    chats, tokens, told = [], 0, time.monotonic()
-    for chat in writer.write(options.tokens, deadline):
+    writer = writing.Writer(engine, options.seed + 1000 * number, options.longest, images=native)
+    chats, tokens, told = list[writing.Chat](), 0, time.monotonic()
+    for chat in writer.write(options.tokens // options.writers, deadline):
         chats.append(chat)
         tokens += len(chat.answer)
         if time.monotonic() - told > 10:
             told = time.monotonic()
-            say(f"{len(chats)} chats, {tokens} tokens of answers")
+            say(f"writer {number}: {len(chats)} chats, {tokens} tokens of answers")
     engine.close()
-    say(f"{len(chats)} chats, {tokens} tokens of answers")
-    writing.save(chats, file)
+    say(f"writer {number}: {len(chats)} chats, {tokens} tokens of answers")
     return chats
 
 

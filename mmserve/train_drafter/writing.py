@@ -30,7 +30,7 @@ from mmserve.request import (
 from mmserve.train_drafter import questions
 from mmserve.train_drafter.pictures import picture
 
-PICTURES = 512  # different ones
+PICTURES = 1024  # different ones
 LONGEST_QUESTION = 64  # tokens
 SHARES = {"own": 0.4, "asked": 0.3, "image": 0.3}  # of the chats, by where questions come from
 GREEDY_SHARE = 0.6  # of the answers; the rest are sampled
@@ -76,6 +76,7 @@ class Writer:
         self._turns: dict[str, _Turn] = {}
         self._tokens: dict[str, list[int]] = {}
         self._asked: set[str] = set()
+        self._answered: set[str] = set()
         self._ready: list[str] = []  # the model's own questions, not yet answered
         self._count = 0
         self._opening = self._before_question()
@@ -119,6 +120,10 @@ class Writer:
         images = [] if number is None else [self._look(number)]
         segments = self._engine.template.render(messages, images).segments
         greedy = self._random.random() < GREEDY_SHARE
+        if greedy and number is None and turns == 0:  # a second time it would say the same
+            text = str(messages)
+            greedy = text not in self._answered
+            self._answered.add(text)
         params = SamplingParams(
             max_tokens=self._longest,
             temperature=0.0 if greedy else self._random.uniform(0.5, 1.0),
