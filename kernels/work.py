@@ -115,6 +115,11 @@ class ImagePart:
     first: int  # visual index of its first token
     base: int | None  # position of its first token; None: its keys are rotated as text's are
 
+    @property
+    def turning(self) -> int:
+        """The base as tables have it."""
+        return STILL if self.base is None else self.base
+
 
 class Reader(NamedTuple):
     """Some queries of one sequence, rows first_row.. of the flat batch.

@@ -1,7 +1,7 @@
 """From who reads what to a step's work items, which mmserve.kernels.work packs.
 
-Owns how attention is cut: small items for single queries, tiles of queries for chunks, one reading
-for images that several sequences show. Knows nothing of the array's layout.
+Owns how attention of single queries is cut: small items, and one reading for images that several
+sequences show. Chunks are mmserve.kernels.work_chunks's. Knows nothing of the array's layout.
 """
 
 from __future__ import annotations
@@ -14,23 +14,16 @@ from typing import NamedTuple
 import numpy as np
 
 from mmserve.kernels.work import (
-    ENTRY,
     HEADER,
     IMAGE_SPLIT,
     LARGE,
     LONG_ROWS,
     OWN,
     SHARED,
-    SHORT_CHUNK,
-    SHORT_PARTS,
     SHORT_ROWS,
-    SINKS,
     SMALL,
     SMALL_ROWS,
     SPLITS,
-    STILL,
-    TEXT,
-    VISION,
     ImagePart,
     Ints,
     Items,
@@ -40,6 +33,7 @@ from mmserve.kernels.work import (
     array,
     pack,
 )
+from mmserve.kernels.work_chunks import add_chunks
 from mmserve.kernels.work_crowds import (
     Crowd,
     Seen,
@@ -104,24 +98,20 @@ class WorkBuilder:
         `at`: where their body will stand in the array. `share` False reads an image once for each
         of its readers.
         """
-        single = _Singles.of([r for r in readers if r.num_queries < self._least])
-        assert all(r.tree is None for r in single.readers), "a tree has several rows"
+        lone = [r for r in readers if r.num_queries < self._least]
+        assert all(r.tree is None for r in lone), "a tree has several rows"
         chunks = [r for r in readers if r.num_queries >= self._least]
-        rows = LONG_ROWS if long else self.short_rows
-        images = self._images(single, share, rows) if single.readers else Items(self.group, rows)
-        tables = Items(self.group, images.tile_rows)
-        room = SHORT_PARTS
-        for reader in chunks:
-            reads = reader.matrix
-            parts = len(self.splits.cuts(int(reads[0].min()), int(reader.ends.max())))
-            room -= reader.num_queries * (parts + len(reader.images))
-            short = self.splits.fixed or (reader.num_queries <= SHORT_CHUNK and room >= 0)
-            _add_chunk(tables, reader, reads, self.splits if short else None)
-        if not single.readers:
-            return pack([tables], num_rows, at)
-        own = Items(self.group, tables.tile_rows)
-        _add_text(own, single, images.parts[0][1], self.splits, self.abreast)
-        return pack([tables, images, own], num_rows, at)
+        rows, parts = LONG_ROWS if long else self.short_rows, list[Items]()
+        if lone:
+            single = _Singles.of(lone)
+            images = self._images(single, share, rows)
+            rows, own = images.tile_rows, Items(self.group, images.tile_rows)
+            _add_text(own, single, images.parts[0][1], self.splits, self.abreast)
+            parts += [images, own]
+        tables = Items(self.group, rows)
+        if chunks:
+            add_chunks(tables, chunks, self.splits)
+        return pack([tables, *parts], num_rows, at)
 
     def _images(self, single: _Singles, share: bool, tile_rows: int) -> Items:
         """What single queries read of images, in tiles of at least `tile_rows`."""
@@ -162,7 +152,7 @@ def _add_images(
             if part.whole and (crowd := crowd_of.get(image.key)) is not None:
                 count += crowd.enter(image, row, count)
                 continue
-            at, base, cuts = t.add_pages(image.pages), _base(image), part.cuts
+            at, base, cuts = t.add_pages(image.pages), image.turning, part.cuts
             small += [(row, p, at, *cut, base) for p, cut in enumerate(cuts, count)]
             count += len(cuts)
         parts[n] = count
@@ -176,7 +166,7 @@ def _add_crowd(t: Items, crowd: Crowd) -> None:
     entries = chain.from_iterable(crowd.entries[image.key] for image in crowd.images)
     first = t.add_entries([(*entry, 0, 0, 0, 0) for entry in entries])
     pages = [t.add_pages(image.pages) for image in crowd.images]
-    bases = [min(_base(image), 0) for image in crowd.images]
+    bases = [min(image.turning, 0) for image in crowd.images]
     count, large = crowd.readers, list[tuple[int, ...]]()
     for part, piece in enumerate(crowd.pieces):
         segments = [(SHARED, pages[i], lo, hi, lo, hi, bases[i], i * count) for i, lo, hi in piece]
@@ -186,10 +176,6 @@ def _add_crowd(t: Items, crowd: Crowd) -> None:
             for at in range(0, count, t.queries)
         ]
     t.large.append(array(large, LARGE))
-
-
-def _base(image: ImagePart) -> int:
-    return STILL if image.base is None else image.base
 
 
 def _add_text(t: Items, single: _Singles, before: Ints, splits: Splits, abreast: int) -> None:
@@ -234,92 +220,3 @@ def _places(t: Items, single: _Singles) -> Ints:
     lengths = np.fromiter(map(len, t.pages), np.int64, len(t.pages))
     first = np.fromiter(map(attrgetter("first_page"), single.readers), np.int64, len(t.pages))
     return np.cumsum(lengths) - lengths - first
-
-
-# -- chunks -------------------------------------------------------------------------------------
-
-
-def _add_chunk(t: Items, reader: Reader, reads: Ints, splits: Splits | None) -> None:
-    """Large items of several queries of one sequence, `reads` [4, Q].
-
-    With `splits` each run of keys is an item of its own, images first, as for single queries;
-    without, a tile of queries reads all its runs in one item, and the longest go first.
-    """
-    runs = _runs(t, reader, reads, splits)
-    starts = np.arange(0, reader.num_queries, t.queries)
-    bounds = _bounds(runs, reads, reader.ends, starts)
-    used = bounds[..., 0] < bounds[..., 1]  # [runs, tiles]
-    used[-1, ~used.any(0)] = True  # a tile that reads nothing has an item that says so
-    rows = np.arange(reader.first_row, reader.first_row + reader.num_queries)
-    entries = np.zeros((reader.num_queries, ENTRY), np.int32)
-    entries[:, 0] = rows
-    entries[:, 3:] = reads.T
-    first = t.add_entries(entries)
-    if reader.tree is not None:
-        t.trees.append((first, reader.tree))
-    sizes = np.minimum(t.queries, reader.num_queries - starts)
-    if splits is None:
-        tile, run = (used.T[::-1]).nonzero()
-        tile = len(starts) - 1 - tile
-        each = used.sum(0)[::-1]
-        tiles, begins = np.arange(len(starts))[::-1], np.cumsum(each) - each
-        part = begins * 0
-        t.parts.append((rows, np.ones_like(rows)))
-    else:
-        run, tile = used.nonzero()
-        each, begins = np.ones_like(run), np.arange(len(run))
-        tiles, part = tile, (np.cumsum(used, 0) - 1)[run, tile]
-        t.parts.append((rows, np.repeat(used.sum(0), sizes)))
-    segments = runs[run]
-    segments[:, 2:6] = bounds[run, tile]
-    begins = begins + t.add_segments(segments)
-    large = np.stack([first + starts[tiles], sizes[tiles], begins, each, part], 1)
-    t.large.append(array(large, LARGE))
-
-
-def _runs(t: Items, reader: Reader, reads: Ints, splits: Splits | None) -> Ints:
-    """Segments [runs, 8] of what any of the queries reads; what all of them read is left open."""
-    lo, hi, visual_lo, visual_hi = reads
-    runs: list[tuple[int, ...]] = []
-    reads_images = visual_lo < visual_hi
-    if reads_images.any():
-        least, most = int(visual_lo[reads_images].min()), int(visual_hi.max())
-        for part in seen_of(reader.images, least, most):
-            image = part.image
-            pages, base = t.add_pages(image.pages), _base(image)
-            spans = part.cuts if splits else [(part.lo, part.hi)]
-            runs += [(VISION, pages, *span, 0, 0, base, image.first) for span in spans]
-    pages = t.add_pages(reader.pages) - reader.first_page
-    if reader.sink_tokens:
-        sinks = min(reader.sink_tokens, int(lo.max()))
-        runs.append((SINKS, pages, 0, sinks, 0, 0, OWN, reader.sink_tokens))
-    ends = reader.ends
-    reads_text = lo < ends
-    least, most = (int(lo[reads_text].min()), int(ends.max())) if reads_text.any() else (0, 0)
-    cuts = splits.cuts(least, most) if splits else range(least, most, max(most - least, 1))
-    spans = [(max(at, least), min(at + cuts.step, most)) for at in cuts]
-    runs += [(TEXT, pages, *span, 0, 0, OWN, 0) for span in spans or [(0, 0)]]
-    return np.array(runs, np.int64)
-
-
-def _bounds(runs: Ints, reads: Ints, ends: Ints, starts: Ints) -> Ints:
-    """For every run and tile of queries [runs, tiles, 4]: [first, end) of the keys that some of the
-    queries may read, of text up to their `ends`, and of those that all read (nothing if end is not
-    above first)."""
-    kind, first, last, offset = (runs[:, column, None] for column in (0, 2, 3, 7))
-    lo = np.where(kind == VISION, reads[2] - offset, reads[0] * (kind == TEXT))
-    hi = np.where(kind == VISION, reads[3] - offset, reads[1])
-    if (kind == SINKS).any():
-        hi = np.where(kind == SINKS, np.minimum(reads[0], offset), hi)
-    some_lo, some_hi = _within(lo, np.where(kind == TEXT, ends, hi), first, last)
-    all_lo, all_hi = _within(lo, hi, first, last)
-    least, most = np.minimum.reduceat, np.maximum.reduceat
-    some = least(some_lo, starts, 1), most(some_hi, starts, 1)
-    return np.stack((*some, most(all_lo, starts, 1), least(all_hi, starts, 1)), 2)
-
-
-def _within(lo: Ints, hi: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """What of [lo, hi) is in [first, last); where nothing is, `last` and `first`."""
-    lo, hi = np.clip(lo, first, last), np.clip(hi, first, last)
-    none = lo >= hi
-    return np.where(none, last, lo), np.where(none, first, hi)

@@ -78,6 +78,8 @@ class CUDALayout:
         self.axes, self.scaled, self.blocks = max(planner.axes, 1), scaled, planner.blocks
         self._by_table = not planner.axes
         self._several = scaled or len(self.blocks) > 1  # regimes
+        whole = all(g.text and g.images and g.window is None for g in self.groups)
+        self._simple = whole and not self._several  # every layer reads all that is before
         self._lanes: weakref.WeakKeyDictionary[Sequence, list[_Lane]] = weakref.WeakKeyDictionary()
 
     @property
@@ -92,9 +94,12 @@ class CUDALayout:
         parts = [self._tokens(chunks[:num_decoding], readers)]
         total, last, images = num_decoding, list(range(num_decoding)), list[ImageRows]()
         for chunk in chunks[num_decoding:]:
-            rows, found = self._chunk(chunk, total, readers)
+            if self._guesses(chunk):
+                rows = self._draft(chunk, total, readers)
+            else:
+                rows, found = self._chunk(chunk, total, readers)
+                images += found
             parts.append(rows)
-            images += found
             total += rows.shape[1]
             last.append(total - 1)
         rows = np.concatenate(parts, 1) if len(parts) > 1 else parts[0]
@@ -187,6 +192,37 @@ class CUDALayout:
         if group.window is not None:
             lo, visual_lo = seq.window_start(index, visual, group.window)
         return (lo, index + 1, visual_lo, visual) if group.images else (lo, index + 1, 0, 0)
+
+    # -- decoding with a draft ------------------------------------------------------------------
+
+    def _guesses(self, chunk: Chunk) -> bool:
+        if chunk.draft is None or not self._simple:
+            return False
+        return not self.sight.whole_prompt or chunk.start >= chunk.seq.num_prompt_tokens
+
+    def _draft(self, chunk: Chunk, first: int, readers: list[list[work.Reader]]) -> Any:
+        """The rows of the last known token and of a draft, from the flat row `first` on; their
+        readers are added. By lists: there are few."""
+        seq, start, draft, size = chunk.seq, chunk.start, chunk.draft, self.page_size
+        assert draft is not None
+        count, known = 1 + len(draft), start + 1
+        none, visual = np.zeros(count, np.int64), np.full(count, seq.num_image_tokens)
+        visual[0] = seq.visual_before(start)
+        masks = None if draft.is_chain else np.array([0, *draft.masks], np.int64)
+        hi = known + (np.arange(count) if draft.is_chain else none)
+        reads = (none, hi, none, visual)
+        position = seq.position(known) - 1
+        positions = [seq.position(start), *(position + depth for depth in draft.depths)]
+        rows = np.empty((self.num_lines, count), np.int32)
+        rows[0] = [seq.token_ids[start], *draft.tokens]
+        rows[1 : 1 + self.axes] = positions
+        rows[1] += self._first_row(0)
+        for number, lane in enumerate(self._lanes_of(seq)):
+            table, at = lane.source, range(start, start + count)
+            rows[number - len(self.groups)] = [table[i // size] * size + i % size for i in at]
+            pages = lane.cover(-(-(start + count) // size))
+            readers[number].append(work.Reader(first, count, reads, pages, lane.images, tree=masks))
+        return rows
 
     # -- chunks ---------------------------------------------------------------------------------
 
