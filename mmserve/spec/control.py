@@ -27,6 +27,7 @@ LEAP = 2  # times as many rows as were ever measured, at most: beyond that, cost
 STAKE = 0.0075  # of all time may be lost to drafts that did not pay
 DEBT, CREDIT = 4, 64  # steps' time: what was lost, or saved, beyond that counts no more
 FAIR, RECENT = 8, 16  # steps that a spell gets before it is judged, and by which it is
+STREAK = 8  # tokens right in a row: a good stretch, so ask for as many
 SEQUENCE_MEMORY, ENGINE_MEMORY = 32, 100  # drafts
 
 
@@ -88,6 +89,7 @@ class _Known:
 
     acceptance: Acceptance
     spell: _Spell = field(default_factory=_Spell)
+    streak: int = 0  # tokens of its latest drafts, as long as they were right to their ends
 
 
 class Control:
@@ -199,6 +201,8 @@ class Control:
                 known.acceptance.prior.add(outcome.wanted, outcome.accepted)
         for outcome, known in found:
             known.acceptance.add(outcome.wanted, outcome.accepted)
+            right = outcome.accepted == outcome.wanted
+            known.streak = known.streak + outcome.wanted if right else 0
             self._tried.add(outcome.id)
             known.spell.brought(outcome.accepted - self._least * outcome.wanted / self._unit)
 
@@ -249,6 +253,8 @@ class Control:
             if count:
                 spell.start()
                 lengths[id] = count * self._unit
+                if each.streak >= STREAK:
+                    lengths[id] = max(lengths[id], self._whole(each.streak))
             elif spell.drafting and spell.recent <= 0:
                 spell.stop()
             elif spell.drafting or spell.due():

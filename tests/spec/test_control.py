@@ -151,6 +151,22 @@ def test_one_step_that_took_long_changes_nothing() -> None:
     assert drafted(machine.run(100, ids(1), lambda id: 0.9)[1]) > 0.9
 
 
+def test_a_good_stretch_gets_long_drafts_where_they_mostly_have_to_be_short() -> None:
+    """Two or three tokens are right at most; then all are, for a few steps."""
+    control = Control(16)
+    for _ in range(ENOUGH):
+        control.stepped(1.0, 1)
+
+    def step(reach: int) -> int:
+        wanted = control.plan([("a", False)])["a"]
+        control.stepped(0.9 + 0.1 * wanted, 1, [Outcome("a", wanted, wanted, min(wanted, reach))])
+        return wanted
+
+    for i in range(200):
+        assert step((0, 2, 3, 1)[i % 4]) <= 6
+    assert max(step(16) for _ in range(6)) == 16
+
+
 @given(st.integers(2, 12), st.integers(1, 8))
 @settings(deadline=None, max_examples=20)
 def test_where_a_part_of_a_draft_is_worth_nothing_all_of_it_is_asked_for(
