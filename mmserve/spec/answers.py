@@ -17,6 +17,7 @@ END = -1  # stands behind each answer
 SIZES = (1, 3, 16)  # tokens by which a place is found
 TOKEN_BYTES = 320  # that a token takes with its places in the tables: the most that was measured
 MOST_TOKENS = 1 << 15  # about one subject
+PART = 4096  # tokens that are indexed at a time
 
 
 class Subject(NamedTuple):
@@ -45,10 +46,11 @@ class Answers:
         return len(self._about)
 
     def about(self, subject: Subject) -> Index | None:
-        """What was answered about it."""
+        """What was answered about it. Only what is asked for is indexed, and not all at once."""
         index = self._about.get(subject)
         if index is not None:
             self._about.move_to_end(subject)
+            index.grow(PART)
         return index
 
     def file(self, subject: Subject, answer: Sequence[int]) -> None:
@@ -64,7 +66,6 @@ class Answers:
             self._held += len(text)
         text.extend(added)
         self._held += len(added)
-        self._about[subject].grow()
         self._about.move_to_end(subject)
         while self._held > self._room:
             self._drop(next(iter(self._about)))
