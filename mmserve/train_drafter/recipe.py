@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,12 +63,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Target:
-    """What is needed of the model while a head is trained. `rows`, `embedding` [V, hidden]."""
+    """What is needed of the model while a head is trained. `rows` [V, hidden]: its output matrix;
+    `embed` [...] int64 -> [..., hidden]."""
 
     name: str
     config: Any
     rows: Tensor
-    embedding: Tensor
+    embed: Callable[[Tensor], Tensor]
 
 
 def train(options: Options, config: EngineConfig) -> None:
@@ -103,7 +104,7 @@ def train_on(
         loaded.name,
         lm.config.get_text_config(),
         lm.get_output_embeddings().weight.detach(),
-        lm.get_input_embeddings().weight.detach(),
+        lm.get_input_embeddings(),
     )
     vocabulary = _vocabulary(corpus, target, options)
     share = (vocabulary.number[corpus.tokens[corpus.answers]] >= 0).float().mean().item()
@@ -223,7 +224,7 @@ def _head(corpus: Corpus, target: Target, options: Options) -> tuple[torch.nn.Mo
         )
     )
     _begin(head, corpus)
-    return head, TrainedEagle(head, target.embedding, WINDOW)
+    return head, TrainedEagle(head, target.embed, WINDOW)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ Index i stands for the model's state of token i throughout; step s guesses token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,10 +38,10 @@ class Trained(Protocol):
 
 
 class TrainedEagle:
-    """`embedding` [V, hidden]: the model's."""
+    """`embed` [...] int64 -> [..., hidden]: the model's."""
 
-    def __init__(self, head: EagleHead, embedding: Tensor, window: int) -> None:
-        self.head, self._embedding, self._window = head, embedding, window
+    def __init__(self, head: EagleHead, embed: Callable[[Tensor], Tensor], window: int) -> None:
+        self.head, self._embed, self._window = head, embed, window
 
     def states(self, batch: Batch, steps: int) -> list[Tensor]:
         head, c = self.head, self.head.config
@@ -51,7 +52,7 @@ class TrainedEagle:
         values: list[Tensor] = []
         found: list[Tensor] = []
         for step in range(steps):
-            embeds = self._embedding[batch.tokens.roll(-1 - step, 1)].to(hidden.dtype)
+            embeds = self._embed(batch.tokens.roll(-1 - step, 1)).to(hidden.dtype)
             residual, qkv = head.attending(hidden, embeds)
             qk, v = torch.split(qkv, [c.num_heads + c.num_kv_heads, c.num_kv_heads], -2)
             turned = turns(places + step, c, qk.dtype)(qk)

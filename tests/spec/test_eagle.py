@@ -36,14 +36,13 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 def dense(head: EagleHead, known: list[int], states: Tensor, length: int, window: int) -> list[int]:
     """The chain behind `known`, from scratch for every token: each state by a whole pass over what
     is known, and the guesses so far, as if they were."""
-    embedding = PARTS.embed(torch.arange(VOCAB))
     chain: list[int] = []
     for step in range(length):
         ids = torch.tensor([[*known, *chain, 0]])
         padded = torch.zeros(1, ids.shape[1], states.shape[1])
         padded[0, : len(states)] = states
         batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), padded, padded[..., :HIDDEN])
-        trained = TrainedEagle(head, embedding, window)
+        trained = TrainedEagle(head, PARTS.embed, window)
         found = trained.states(batch, step + 1)[step][0, len(known) - 2]
         best = PARTS.logits(found).argmax(-1)
         chain.append(int(head.named(best)))
@@ -128,7 +127,7 @@ def chances(head: EagleHead, known: list[int], states: Tensor, line: list[int]) 
     padded = torch.zeros(1, ids.shape[1], states.shape[1])
     padded[0, : len(states)] = states
     batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), padded, padded[..., :HIDDEN])
-    trained = TrainedEagle(head, PARTS.embed(torch.arange(VOCAB)), 64)
+    trained = TrainedEagle(head, PARTS.embed, 64)
     found = trained.states(batch, len(line) + 1)[-1][0, len(known) - 2]
     return PARTS.logits(found).log_softmax(-1)
 

@@ -11,19 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from mmserve.config import ImageLimits
+from mmserve.config import EngineConfig, ImageLimits, ModelConfig, SchedulerConfig
 from mmserve.engine.engine import Engine
+from mmserve.engine.heads import load_head
+from mmserve.model.weights import load
 from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
+from mmserve.spec.drafter import Context, Landed, Wanted
 from mmserve.spec.eagle import load_eagle
 from mmserve.spec.head_files import read_head
 from mmserve.spec.medusa import load_medusa
 from mmserve.spec.target_parts import TargetParts
+from mmserve.train_drafter import recipe, writing
 from mmserve.train_drafter.features import Collector
 from mmserve.train_drafter.pictures import picture
 from mmserve.train_drafter.recipe import Options, train_on
 from mmserve.train_drafter.writing import Chat, Writer
 from mmserve.vision.preprocess import decode
 from tests.engine.tiny import HIDDEN, LAYERS, VOCAB, tiny_config, tiny_model
+from tests.model import families
 from tests.model.dense import dense_logits, embed
 
 
@@ -139,6 +144,25 @@ def test_what_is_collected_is_what_the_model_makes_of_each_token(chats: list[Cha
         got = lm.get_output_embeddings()(corpus.finals[first:end])
         assert torch.allclose(got, want, atol=1e-3)
         assert corpus.tokens[first:end][corpus.answers[first:end]].tolist() == list(chat.answer)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_a_public_checkpoint_gets_a_head_from_its_own_texts(tmp_path: Path, family: str) -> None:
+    config = EngineConfig(model=ModelConfig(model=str(families.build(family, tmp_path))))
+    config = dataclasses.replace(config, scheduler=SchedulerConfig(max_num_seqs=8))
+    of = options(tmp_path, "eagle", updates=2, longest=12, tokens=120, vocab=100)
+    recipe.train(of, config)
+    kept = writing.read(of.work / "chats.jsonl")
+    assert kept and all(chat.kind == "text" for chat in kept)
+    runner = Engine(config, load(config.model)).runner
+    drafter = load_head("eagle", str(of.out), runner, family)
+    chat = kept[0]
+    known = [t for piece in chat.pieces if not isinstance(piece, int) for t in piece]
+    context = Context("a", known, 1)
+    states = torch.randn(len(known) - 1, runner.adapter.hidden_size)
+    drafter.landed(context, Landed(None, (), (), 0, states))
+    (draft,) = drafter.propose([Wanted(context, 3)])
+    assert draft is not None and len(draft) == 3
 
 
 def _segment(piece: tuple[int, ...] | int) -> Segment:
