@@ -16,7 +16,7 @@ from torch import Tensor
 from mmserve.spec.eagle import EagleHead, Turn, turns
 from mmserve.spec.head_kv import HeadKV
 
-# Each level's cost beyond its chance, so that no token is ever likelier than the one before it.
+# Each level's cost beyond its chance, so that no token is worth more than the one before it.
 STEP = 1e-3
 
 
@@ -37,6 +37,14 @@ class _Level(NamedTuple):
     chances: Tensor
     numbers: Tensor
     states: Tensor
+
+
+class _Found(NamedTuple):
+    """All guesses of a level, [B, n] each; `parents`: numbers, -1 of the last known token."""
+
+    tokens: Tensor
+    parents: Tensor
+    chances: Tensor
 
 
 class Growth:
@@ -75,7 +83,7 @@ class Growth:
             mask[:, :, at] = own
             states = head.closed(residual, self._attend(queries, (keys, values), mask))
             level, lines = self._next(level, states, found, width)
-            if depth + 1 < size.length:
+            if lines is not None and depth + 1 < size.length:
                 mask = mask.gather(1, lines[..., None].expand(-1, -1, mask.shape[-1]))
         return _best(found, size.most)
 
@@ -83,30 +91,30 @@ class Growth:
 
     def _likeliest(self, states: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """[..., hidden] -> logarithms of chances and tokens [..., count], best first."""
-        scores = self._head.scores(states).float().log_softmax(-1)
-        chances, numbers = scores.topk(count, -1)
-        return chances - STEP, self._head.named(numbers)
+        chances, numbers = self._head.scores(states).float().log_softmax(-1).topk(count, -1)
+        return chances, self._head.named(numbers)
 
-    def _first(self, state: Tensor, width: int) -> tuple[_Level, list[Tensor]]:
-        """What follows the last known token; `found` [B, 4, W] of all guesses so far."""
+    def _first(self, state: Tensor, width: int) -> tuple[_Level, list[_Found]]:
+        """What follows the last known token, which is all that is found so far."""
         chances, tokens = self._likeliest(state, width)
         numbers = torch.arange(width, device=tokens.device).expand_as(tokens)
         states = state[:, None].expand(-1, width, -1)
-        found = [_row(numbers, torch.full_like(numbers, -1), tokens, chances)]
+        found = [_Found(tokens, torch.full_like(tokens, -1), chances)]
         return _Level(tokens, chances, numbers, states), found
 
     def _next(
-        self, level: _Level, states: Tensor, found: list[Tensor], width: int
-    ) -> tuple[_Level, Tensor]:
+        self, level: _Level, states: Tensor, found: list[_Found], width: int
+    ) -> tuple[_Level, Tensor | None]:
         """All children of a level go to `found`; the likeliest grow on, [B, W] of their parents'
-        places in the level beside them."""
+        places in the level beside them; None: each is its only parent's."""
         chances, tokens = self._likeliest(states, width)
         chances = (chances + level.chances[..., None]).flatten(1)  # [B, W * W]
         tokens = tokens.flatten(1)
-        first = sum(part.shape[2] for part in found)
-        numbers = torch.arange(first, first + tokens.shape[1], device=tokens.device)
         parents = level.numbers[..., None].expand(-1, -1, width).flatten(1)
-        found.append(_row(numbers.expand_as(tokens), parents, tokens, chances))
+        first = sum(part.tokens.shape[1] for part in found)
+        found.append(_Found(tokens, parents, chances))
+        if width == 1:
+            return _Level(tokens, chances, level.numbers + 1, states), None
         kept, picked = chances.topk(width, -1)
         lines = picked // width
         behind = states.gather(1, lines[..., None].expand(-1, -1, states.shape[-1]))
@@ -151,15 +159,14 @@ def _longer(part: Tensor, room: int, dim: int) -> Tensor:
     return torch.cat((part, part.new_zeros(shape)), dim)
 
 
-def _row(numbers: Tensor, parents: Tensor, tokens: Tensor, chances: Tensor) -> Tensor:
-    """[B, 4, n] float64, which holds all of them exactly."""
+def _best(found: list[_Found], most: int) -> Tensor:
+    """The likeliest `most`, or all if there are fewer, in order of numbers. float64 holds all of
+    it exactly."""
+    tokens, parents, chances = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    numbers = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if most < tokens.shape[1]:
+        width = found[0].tokens.shape[1]
+        levels = (numbers + (width * width - width)) // (width * width)
+        numbers = (chances - levels * STEP).topk(most, -1).indices.sort(-1).values
+        tokens, parents, chances = (x.gather(1, numbers) for x in (tokens, parents, chances))
     return torch.stack((numbers.double(), parents.double(), tokens.double(), chances.double()), 1)
-
-
-def _best(found: list[Tensor], most: int) -> Tensor:
-    """The likeliest `most`, or all if there are fewer, in order of numbers."""
-    every = torch.cat(found, 2)
-    if most >= every.shape[2]:
-        return every
-    best = every[:, 3].topk(most, -1).indices.sort(-1).values
-    return every.gather(2, best[:, None].expand(-1, 4, -1))
