@@ -79,6 +79,13 @@ class Metrics:
         )
         self.energy_joules = {part: energy.labels(part) for part in ENERGY_PARTS}
 
+        self._beam_bytes = self._labelled(
+            Counter,
+            "beam_kv_bytes",
+            "KV of beam searches when they ended: held by the beams together, and what as many "
+            "copies would have been",
+            "kind",
+        )
         self._add_pages()
         self._add_tiers()
         self._add_drafts()
@@ -174,6 +181,11 @@ class Metrics:
         self._draft_hits.labels(*labels).inc(right)
         for position in range(right):
             self._draft_places.labels(*labels, str(position)).inc()
+
+    def beams_shared(self, held: int, copied: int) -> None:
+        """A beam search has ended; bytes."""
+        self._beam_bytes.labels("held").inc(held)
+        self._beam_bytes.labels("copied").inc(copied)
 
     def tier_hits(self, kind: str, tokens: int) -> None:
         self._hits.labels(kind).inc(tokens)

@@ -178,7 +178,7 @@ class Usage:
     dropped_tokens: int = 0  # text tokens, prompt and output, that a streaming request left behind
     dropped_images: int = 0  # places of images, likewise
     vision_mode: str | None = None  # named where it makes the answer approximate
-    beam_kv_saved: float | None = None  # of a beam search: see `Beams.saving`
+    beam_kv_saved: float | None = None  # of a beam search: see `Beams.shared`
 
 
 @dataclass(frozen=True)

@@ -124,15 +124,17 @@ class BeamSearch:
         self, group: _Group, found: Sequence[SampledToken], taken: Counter[int]
     ) -> list[tuple[int, Path]]:
         """The best ways to go on, best first, and the row that each comes from."""
-        penalty, made = self._params.diversity_penalty, []
-        for row, path in zip(group.rows, group.running, strict=True):
-            top = found[row].top
-            for token, logprob in top:
-                score = path.score + logprob - penalty * taken[token]
-                new = Path(path, token, logprob, top, score, path.length + 1)
-                made.append((row, new))
-        made.sort(key=lambda pair: -pair[1].score)
-        return made[: self._kept]
+        penalty = self._params.diversity_penalty
+        made = [
+            (path.score + logprob - penalty * taken[token], path, row, token, logprob)
+            for row, path in zip(group.rows, group.running, strict=True)
+            for token, logprob in found[row].top
+        ]
+        made.sort(key=lambda way: -way[0])
+        return [
+            (row, Path(path, token, logprob, found[row].top, score, path.length + 1))
+            for score, path, row, token, logprob in made[: self._kept]
+        ]
 
     def _reason(self, path: Path) -> FinishReason | None:
         if path.token_id in self._ends:

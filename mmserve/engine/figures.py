@@ -14,6 +14,7 @@ from functools import partial
 from mmserve.engine.kv_lift import Lifted
 from mmserve.engine.kv_tiers import KVTiers
 from mmserve.engine.live import Live, Row
+from mmserve.engine.live_beams import LiveBeams
 from mmserve.metrics import Metrics
 from mmserve.scheduler.batch import Batch
 from mmserve.scheduler.counts import Counts
@@ -52,6 +53,8 @@ class Figures:
         self._metrics.e2e_request_latency_seconds.observe(elapsed)
         self._prompt_tokens += live.seq.num_prompt_tokens + live.seq.num_image_tokens
         self._lengths.append(live.seq.length)
+        if isinstance(live, LiveBeams) and live.shared is not None:
+            self._metrics.beams_shared(*live.shared)
 
     def count(self, batch: Batch, started: float) -> None:
         """Share a landed step's time out by tokens: new tokens to decoding, the rest to prefill.

@@ -16,7 +16,7 @@ from mmserve.engine.grammar import Matcher
 from mmserve.engine.live import Clock, Live
 from mmserve.engine.sampler import SampledToken, SamplingState
 from mmserve.request import Choice, FinishReason, Request, TokenEvent, TokenLogprob, Usage
-from mmserve.scheduler.beams import Beams
+from mmserve.scheduler.beams import Beams, SharedKV
 from mmserve.sequence import Sequence
 from mmserve.tokenizer import Tokenizer
 
@@ -67,12 +67,12 @@ class LiveBeams(Live):
         limit = seq.token_limit - seq.num_prompt_tokens
         self._search = BeamSearch(params.beams, self._ends, limit)
         wanted = max(self._search.num_wanted, params.logprobs or 0)
-        self._asking = replace(params, temperature=0.0, logprobs=wanted)
+        self._asking = replace(params, temperature=0.0, logprobs=wanted, seed=None)
         self._beams, self._page_bytes = beams, page_bytes
         self._matchers = [matcher]  # of each running answer
         self._found: dict[Sequence, SampledToken] = {}
         self._spoken = 0  # tokens of the answers, at the end
-        self._saved: float | None = None
+        self.shared: SharedKV | None = None  # at the end
 
     @property
     def seqs(self) -> list[Sequence]:
@@ -113,11 +113,11 @@ class LiveBeams(Live):
         return TokenEvent()
 
     def usage(self) -> Usage:
-        spoken, saved = self._spoken, self._saved
-        return replace(super().usage(), completion_tokens=spoken, beam_kv_saved=saved)
+        saved = None if self.shared is None else self.shared.saved
+        return replace(super().usage(), completion_tokens=self._spoken, beam_kv_saved=saved)
 
     def _end(self, now: float) -> TokenEvent:
-        self._saved = self._beams.saving(self.seq, self._page_bytes)
+        self.shared = self._beams.shared(self.seq, self._page_bytes)
         choices = tuple(map(self._choice, self._search.best()))
         if not choices:
             return self.end(FinishReason.ERROR, "No answer fits the grammar.")

@@ -15,12 +15,24 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from mmserve.scheduler.holdings import Holdings, held_pages
 from mmserve.sequence import Sequence as Seq
 from mmserve.sequence import SequenceStatus
 
 Pick = tuple[Seq, int]  # a beam and the token that it goes on with
+
+
+class SharedKV(NamedTuple):
+    """Bytes of pages that beams hold, and what these would be if each had its own."""
+
+    held: int
+    copied: int
+
+    @property
+    def saved(self) -> float:
+        return 1 - self.held / self.copied
 
 
 @dataclass(eq=False)
@@ -110,11 +122,10 @@ class Beams:
         group.members = [root]
         return root
 
-    def saving(self, root: Seq, page_bytes: Sequence[int]) -> float:
-        """Of the KV bytes that a request's beams read, text and images, how many are saved by
-        what they share: 1 - bytes / bytes of as many copies. `page_bytes` by layer group."""
+    def shared(self, root: Seq, page_bytes: Sequence[int]) -> SharedKV:
+        """What a request's beams hold, text and images. `page_bytes` by layer group."""
         members = self.members(root)
-        shared = copied = 0
+        held = copied = 0
         for g, size in enumerate(page_bytes):
             text = [set(held_pages(member.tables[g])) for member in members]
             images = [
@@ -122,9 +133,9 @@ class Beams:
                 for member in members
             ]
             for sets in (text, images):
-                shared += size * len(set().union(*sets))
+                held += size * len(set().union(*sets))
                 copied += size * sum(map(len, sets))
-        return 1 - shared / max(copied, 1)
+        return SharedKV(held, copied)
 
     def end(self, seq: Seq) -> None:
         """A request is over, its members hold nothing any more."""

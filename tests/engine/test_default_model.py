@@ -4,6 +4,7 @@ whatever is cached or runs beside it, and 8-bit weights that see as float32 sees
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConf
 from mmserve.engine.engine import Engine
 from mmserve.model.loader import LoadedModel, load_model
 from mmserve.prompt import ImagePart, Message, Part, TextPart
-from mmserve.request import SamplingParams, Segment, TextSegment
+from mmserve.request import BeamParams, SamplingParams, Segment, TextSegment
 from tests.engine.driver import Driver
 from tests.model.dense import dense_logits, embed
 
@@ -214,3 +215,31 @@ def test_8_bit_weights_see_what_float32_sees(chats: Any, question: str) -> None:
     right = [pair[0] if "shape is in" in question else pair[1] for pair in pairs]
     seen = sum(word in said for word, said in zip(right, answers["int8"], strict=True))
     assert seen >= len(pairs) - 2, list(zip(pairs, answers["int8"], strict=True))
+
+
+def test_beams_of_text_are_transformers_beams() -> None:
+    base = cast(Any, load_model(ModelConfig(device="cpu", lora=False)).lm)
+    ours = chat("float32", lora=False)
+    params = replace(greedy(12), beams=BeamParams(4, 4))
+    requests = {p: ours.submit(ours.segments(p), params) for p in PROMPTS[:3]}
+    ours.run()
+    for prompt, request in requests.items():
+        (segment,) = ours.segments(prompt)
+        assert isinstance(segment, TextSegment)
+        ids = torch.tensor([segment.token_ids])
+        ends = sorted(ours.engine.tokenizer.eos_token_ids)
+        with torch.no_grad():
+            whole = base.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=12,
+                num_beams=4,
+                num_return_sequences=4,
+                do_sample=False,
+                eos_token_id=ends,
+                pad_token_id=ends[0],
+            )
+        for choice, row in zip(ours.last(request).choices, whole, strict=True):
+            wanted = row[ids.shape[1] :].tolist()
+            assert list(choice.token_ids) == wanted[: len(choice.token_ids)], prompt
+            assert set(wanted[len(choice.token_ids) :]) <= {ends[0]}

@@ -193,7 +193,7 @@ def test_beams_hold_what_they_share_once() -> None:
     world.step()
     held = world.text[0].num_pages - world.text[0].num_free
     assert held == 4 + 4, "four whole pages of the prompt, and a last one of each beam"
-    assert world.scheduler.beams.saving(root, [1]) == pytest.approx(1 - (8 + 2) / (4 * (5 + 2)))
+    assert world.scheduler.beams.shared(root, [10]) == (10 * (8 + 2), 10 * 4 * (5 + 2))
     assert world.vision[0].num_referenced == 2
 
 
