@@ -38,13 +38,8 @@ def keep(pools: Sequence[KVPool], kept: Sequence[KeptPath]) -> None:
     moves = [(of.tables, move) for of in kept for move in of.moves]
     for group, pool in enumerate(pools):
         size = pool.shape.page_size
-        pairs = [
-            (slots_in(tables[group], source, size), slots_in(tables[group], target, size))
-            for tables, (source, target) in moves
-            if tables[group]
-        ]
-        if pairs:
-            ends = (
-                upload(slots, torch.long, pool.shape.device) for slots in zip(*pairs, strict=True)
-            )
-            move_kv(pool.tensor, *ends)
+        held = [(tables[group], move) for tables, move in moves if tables[group]]
+        if held:
+            slots = [slots_in(table, move[n], size) for n in (0, 1) for table, move in held]
+            ends = upload(slots, torch.long, pool.shape.device).view(2, -1)
+            move_kv(pool.tensor, ends[0], ends[1])
