@@ -92,9 +92,7 @@ class EagleDrafter:
         kept = features[-window:]
         if landed.first != tail.end or len(kept) < len(features):
             tail.fresh, tail.first = [], end - len(kept)  # nothing from before is of use
-        tail.fresh.append(
-            kept.to(self._parts.dtype, copy=True)
-        )  # a step's output is soon another's
+        tail.fresh.append(kept.to(self._parts.dtype))
         tail.end, tail.last = end, None
         while tail.num_fresh - len(tail.fresh[0]) >= window:
             del tail.fresh[0]

@@ -68,7 +68,8 @@ class Collector:
             tapped, last = self._run(rows)
             text = rows.text.to(self._device)
             features.append(tapped[text])
-            finals.append(last[text])
+            if self._taps[-1] != FINAL:  # else they are a part of the features
+                finals.append(last[text])
             tokens.append(rows.tokens[rows.text])
             answers.append(rows.answers[rows.text])
             lengths.append(rows.text.sum(1))
@@ -79,7 +80,7 @@ class Collector:
             torch.cat(tokens).to(self._device),
             torch.cat(answers).to(self._device),
             read,
-            read if self._taps == (FINAL,) else torch.cat(finals),
+            torch.cat(finals) if finals else read[:, -last.shape[-1] :],
             torch.cat(lengths).cumsum(0),
         )
 

@@ -237,7 +237,8 @@ def _begin(head: EagleHead, corpus: Corpus) -> None:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             parameter.mul_(0.1)
     width = head.config.hidden_size
-    head.fc.weight[:, -width:] += torch.eye(width)
+    head.fc.weight.zero_()  # inner layers' states can be far louder than the last one's
+    head.fc.weight[:, -width:] = torch.eye(width)
     some = corpus.finals[:100_000].float()
     head.norm.weight.fill_(some.square().mean().sqrt().item())
 
