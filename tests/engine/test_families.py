@@ -19,6 +19,7 @@ from mmserve.engine.engine import Engine
 from mmserve.model.weights import load
 from mmserve.request import BeamParams, SamplingParams, Segment
 from tests.engine.driver import Driver
+from tests.engine.test_drafting import Guesses, assist
 from tests.model import families
 from tests.model.border import Border, message, open_border
 
@@ -162,6 +163,20 @@ def test_preempted_sequences_go_on_as_if_nothing_had_been(family: Family) -> Non
     for case, request in requests:
         family.check(driver, request, case)
     assert driver.engine.metrics.num_preemptions._value.get() > 0
+    driver.assert_idle()
+
+
+def test_trees_of_guesses_change_nothing(family: Family) -> None:
+    """Positions of several axes, windows, capped scores and images in context, or beside it."""
+    driver = family.driver(max_num_batched_tokens=64)
+    brief = replace(GREEDY, max_tokens=BRIEF)
+    wanted = {str(n): family.answer(case).ids[:BRIEF] for n, case in enumerate(family.cases)}
+    guesser = assist(driver, wanted, Guesses(0.8, 6, branches=2))
+    for case in family.cases:
+        driver.submit(family.segments(driver, case), brief)
+    driver.run()
+    assert {request: driver.tokens(request) for request in wanted} == wanted
+    assert guesser.right > BRIEF // 2
     driver.assert_idle()
 
 
