@@ -82,8 +82,8 @@ class Metrics:
         self._beam_bytes = self._labelled(
             Counter,
             "beam_kv_bytes",
-            "KV of beam searches when they ended: held by the beams together, and what as many "
-            "copies would have been",
+            "KV of beam searches, summed over every eighth step: held by the beams together, and "
+            "what as many copies would have been",
             "kind",
         )
         self._add_pages()
@@ -183,7 +183,7 @@ class Metrics:
             self._draft_places.labels(*labels, str(position)).inc()
 
     def beams_shared(self, held: int, copied: int) -> None:
-        """A beam search has ended; bytes."""
+        """A beam search has ended; bytes, summed over every eighth step."""
         self._beam_bytes.labels("held").inc(held)
         self._beam_bytes.labels("copied").inc(copied)
 

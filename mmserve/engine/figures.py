@@ -53,7 +53,7 @@ class Figures:
         self._metrics.e2e_request_latency_seconds.observe(elapsed)
         self._prompt_tokens += live.seq.num_prompt_tokens + live.seq.num_image_tokens
         self._lengths.append(live.seq.length)
-        if isinstance(live, LiveBeams) and live.shared is not None:
+        if isinstance(live, LiveBeams):
             self._metrics.beams_shared(*live.shared)
 
     def count(self, batch: Batch, started: float) -> None:

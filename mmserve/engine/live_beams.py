@@ -20,6 +20,8 @@ from mmserve.scheduler.beams import Beams, SharedKV
 from mmserve.sequence import Sequence
 from mmserve.tokenizer import Tokenizer
 
+LOOK_EVERY = 8  # steps; what beams share takes a look at every page
+
 
 @dataclass(eq=False)
 class Beam:
@@ -72,7 +74,8 @@ class LiveBeams(Live):
         self._matchers = [matcher]  # of each running answer
         self._found: dict[Sequence, SampledToken] = {}
         self._spoken = 0  # tokens of the answers, at the end
-        self.shared: SharedKV | None = None  # at the end
+        self._steps = 0
+        self.shared = SharedKV()  # summed over the steps that are looked at
 
     @property
     def seqs(self) -> list[Sequence]:
@@ -95,6 +98,9 @@ class LiveBeams(Live):
         if self.clock.first_token is None:
             self.clock.first_token = now
         self.clock.last_token = now
+        if self._steps % LOOK_EVERY == 1:  # not while the prompt is alone
+            self.shared = self.shared.plus(self._beams.shared(self.seq, self._page_bytes))
+        self._steps += 1
         found = [self._found[member] for member in members]
         self._found = {}
         picks = self._search.step(found)
@@ -113,11 +119,10 @@ class LiveBeams(Live):
         return TokenEvent()
 
     def usage(self) -> Usage:
-        saved = None if self.shared is None else self.shared.saved
+        saved = self.shared.saved
         return replace(super().usage(), completion_tokens=self._spoken, beam_kv_saved=saved)
 
     def _end(self, now: float) -> TokenEvent:
-        self.shared = self._beams.shared(self.seq, self._page_bytes)
         choices = tuple(map(self._choice, self._search.best()))
         if not choices:
             return self.end(FinishReason.ERROR, "No answer fits the grammar.")

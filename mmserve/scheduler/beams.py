@@ -27,12 +27,15 @@ Pick = tuple[Seq, int]  # a beam and the token that it goes on with
 class SharedKV(NamedTuple):
     """Bytes of pages that beams hold, and what these would be if each had its own."""
 
-    held: int
-    copied: int
+    held: int = 0
+    copied: int = 0
 
     @property
-    def saved(self) -> float:
-        return 1 - self.held / self.copied
+    def saved(self) -> float | None:
+        return 1 - self.held / self.copied if self.copied else None
+
+    def plus(self, other: SharedKV) -> SharedKV:
+        return SharedKV(self.held + other.held, self.copied + other.copied)
 
 
 @dataclass(eq=False)

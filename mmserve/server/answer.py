@@ -109,7 +109,7 @@ def input_details(usage: Usage) -> dict[str, int]:
 def cache_json(usage: Usage) -> dict[str, int | float | str]:
     """Extension `usage.cache`: images found and computed, text tokens found in the prefix cache,
     the vision mode where it makes the answer approximate, and of a beam search, which part of its
-    beams' KV bytes was saved by what they share."""
+    beams' KV bytes what they share has saved."""
     more = {"vision_mode": usage.vision_mode, "beam_kv_saved": usage.beam_kv_saved}
     return {
         "vision_hits": usage.vision_hits,
