@@ -11,7 +11,6 @@ import gc
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,38 +155,52 @@ def _chats(
         chats = writing.read(file)
         say(f"{len(chats)} chats found in {file}")
         return chats
+    parts = [options.work / f"chats-{number}.jsonl" for number in range(options.writers)]
+    options.work.mkdir(parents=True, exist_ok=True)
     if options.writers == 1:
-        chats = _write_part(options, config, 0, deadline, say)
+        _write_part(options, config, 0, parts[0], deadline, say)
     else:
         spawning = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(options.writers, spawning) as pool:
-            numbers = range(options.writers)
-            parts = [pool.submit(_write_part, options, config, n, deadline, say) for n in numbers]
-            chats = [chat for part in parts for chat in part.result()]
+        writers = []
+        for number, part in enumerate(parts):
+            told = (options, config, number, part, deadline, say)
+            writers.append(spawning.Process(target=_write_part, args=told))
+            writers[-1].start()
+        for writer in writers:
+            writer.join()
+            if writer.exitcode:  # the others' texts, and its own so far, are as good without
+                say(f"a writer ended with status {writer.exitcode}")
+    chats = [chat for part in parts if part.is_file() for chat in writing.read(part)]
     writing.save(chats, file)
     return chats
 
 
 def _write_part(
-    options: Options, config: EngineConfig, number: int, deadline: float, say: _Clock
-) -> list[writing.Chat]:
-    """What one of the writers writes."""
+    options: Options,
+    config: EngineConfig,
+    number: int,
+    file: Path,
+    deadline: float,
+    say: _Clock,
+) -> None:
+    """What one of the writers writes, chat by chat."""
     loaded = load(config.model)
     # Hardly anything is asked twice, and what is kept of what was asked has to be searched.
     cache = dataclasses.replace(config.cache, prefix_caching=False)
     engine = Engine(dataclasses.replace(config, cache=cache), loaded)
     native = isinstance(loaded, LoadedModel)
     writer = writing.Writer(engine, options.seed + 1000 * number, options.longest, images=native)
-    chats, tokens, told = list[writing.Chat](), 0, time.monotonic()
-    for chat in writer.write(options.tokens // options.writers, deadline):
-        chats.append(chat)
-        tokens += len(chat.answer)
-        if time.monotonic() - told > 10:
-            told = time.monotonic()
-            say(f"writer {number}: {len(chats)} chats, {tokens} tokens of answers")
+    count = tokens = 0
+    told = time.monotonic()
+    with file.open("w", encoding="utf-8") as out:
+        for chat in writer.write(options.tokens // options.writers, deadline):
+            out.write(chat.as_json() + "\n")
+            count, tokens = count + 1, tokens + len(chat.answer)
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                say(f"writer {number}: {count} chats, {tokens} tokens of answers")
     engine.close()
-    say(f"writer {number}: {len(chats)} chats, {tokens} tokens of answers")
-    return chats
+    say(f"writer {number}: {count} chats, {tokens} tokens of answers")
 
 
 def _vocabulary(corpus: Corpus, target: Target, options: Options) -> Vocabulary:

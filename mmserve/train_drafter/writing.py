@@ -181,4 +181,6 @@ def save(chats: Iterable[Chat], file: Path) -> None:
 
 
 def read(file: Path) -> list[Chat]:
-    return [Chat.from_json(line) for line in file.read_text("utf-8").splitlines()]
+    """The whole lines of a file: its writer may have been stopped in the middle of one."""
+    whole, _, _ = file.read_text("utf-8").rpartition("\n")
+    return [Chat.from_json(line) for line in whole.splitlines()]

@@ -52,7 +52,10 @@ def test_a_deadline_ends_the_writing() -> None:
 def test_chats_are_kept_and_read_again(tmp_path: Path) -> None:
     chats = write(engine(), 100)
     writing.save(chats, tmp_path / "new" / "chats.jsonl")
-    assert writing.read(tmp_path / "new" / "chats.jsonl") == chats
+    file = tmp_path / "new" / "chats.jsonl"
+    assert writing.read(file) == chats
+    file.write_text(file.read_text()[:-3])
+    assert writing.read(file) == chats[:-1]
 
 
 def test_a_picture_is_a_function_of_its_number() -> None:
