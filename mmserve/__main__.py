@@ -17,149 +17,10 @@ from pathlib import Path
 import platformdirs
 
 from mmserve import __version__, flags
-from mmserve.config import (
-    CacheConfig,
-    Config,
-    EngineConfig,
-    ImageLimits,
-    ModelConfig,
-    SchedulerConfig,
-    ServerConfig,
-    TierConfig,
-)
+from mmserve.config import Config, ServerConfig
+from mmserve.engine_flags import add_engine_flags, add_tier_flags, engine_config, tier_config
 from mmserve.kv_command import add_kv_commands
 from mmserve.train_command import add_train_command
-
-
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    model, cache, steps = ModelConfig(), CacheConfig(), SchedulerConfig()
-    add = parser.add_argument
-    add(
-        "--model",
-        default=model.model,
-        help="a name in configs/models/ or a JSON like those, a checkpoint folder, a .gguf file, "
-        "or a hub id (org/name[@revision])",
-    )
-    add("--served-model-name", help="the id in /v1/models (default: the model's own name)")
-    dtypes = ("auto", "float32", "bfloat16", "int8")
-    add("--dtype", default=model.dtype, choices=dtypes, help="weights")
-    add("--deterministic", action="store_true", help="the same bits in any company")
-    add("--device", default=model.device, choices=("auto", "cpu", "cuda"))
-    add("--no-lora", action="store_true", help="serve the base model's own text weights")
-    add(
-        "--vision-mode",
-        default=model.vision_mode,
-        choices=("auto", "isolated", "prefix", "blend"),
-        help="whether images see what stands before them: not, wholly, or their first tokens only, "
-        "which is approximate (auto: as the model was made)",
-    )
-    add(
-        "--blend-tokens",
-        type=flags.count,
-        default=model.blend_tokens,
-        metavar="N",
-        help="how many of an image's first tokens do in blend mode",
-    )
-    add("--max-model-len", type=flags.count, help="tokens, text and image")
-    add(
-        "--rope-scaling",
-        type=flags.settings,
-        metavar="JSON",
-        help='for sequences beyond the trained length, such as {"rope_type": "yarn", "factor": 4}',
-    )
-    add("--num-threads", type=flags.count, help="CPU threads (default: PyTorch's choice)")
-    add("--cache-dir", type=Path, help="where fetched weights live (default: ~/.cache/mmserve)")
-    add(
-        "--mm-processor-kwargs",
-        type=flags.settings,
-        default={},
-        metavar="JSON",
-        help="settings of a checkpoint's image processor",
-    )
-    add("--chat-template", type=flags.file, help="a Jinja file instead of a checkpoint's own")
-    add("--kv-cache-memory-bytes", type=flags.size, default=cache.text_bytes, help="text KV pool")
-    add("--vision-kv-cache-memory-bytes", type=flags.size, default=cache.vision_bytes)
-    add("--no-enable-prefix-caching", action="store_true")
-    add("--max-num-seqs", type=flags.count, default=steps.max_num_seqs)
-    add("--max-num-batched-tokens", type=flags.count, default=steps.max_num_batched_tokens)
-    add(
-        "--limit-mm-per-prompt",
-        type=flags.count,
-        default=ImageLimits.max_images,
-        metavar="N",
-        help="images in one request",
-    )
-
-
-def _add_tier_flags(parser: argparse.ArgumentParser) -> None:
-    tiers = parser.add_argument_group("KV that has no room in the pools (docs/sessions.md)")
-    tiers.add_argument(
-        "--host-kv-bytes",
-        type=flags.budget,
-        help="of host memory, 0 for none (default: an eighth of it beside a GPU, else none)",
-    )
-    tiers.add_argument(
-        "--disk-kv-bytes",
-        type=flags.budget,
-        default=TierConfig.disk_bytes,
-        help="in the data folder, 0 for none (default: 4G)",
-    )
-    tiers.add_argument(
-        "--kv-object-store",
-        metavar="URL",
-        help="such as s3://bucket/folder; needs the extra `tiers`",
-    )
-    tiers.add_argument(
-        "--kv-compatible-with",
-        action="append",
-        default=[],
-        metavar="FINGERPRINT",
-        help="other weights whose KV files are taken, by what `mmserve kv inspect` shows",
-    )
-
-
-def tier_config(args: argparse.Namespace, folder: Path | None) -> TierConfig:
-    """`folder`: where data outlive the server."""
-    return TierConfig(
-        host_bytes=args.host_kv_bytes,
-        disk_bytes=args.disk_kv_bytes,
-        folder=None if folder is None else folder / "kv",
-        object_store=args.kv_object_store,
-    )
-
-
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine's part of the configuration from parsed flags."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    cache_dir = args.cache_dir or (Path(base) / "mmserve" if base else None)
-    return EngineConfig(
-        model=ModelConfig(
-            model=args.model,
-            served_name=args.served_model_name,
-            dtype=args.dtype,
-            deterministic=args.deterministic,
-            device=args.device,
-            lora=not args.no_lora,
-            vision_mode=args.vision_mode,
-            blend_tokens=args.blend_tokens,
-            max_model_len=args.max_model_len,
-            rope_scaling=args.rope_scaling,
-            num_threads=args.num_threads,
-            cache_dir=cache_dir,
-            processor_kwargs=args.mm_processor_kwargs,
-            chat_template=args.chat_template,
-        ),
-        cache=CacheConfig(
-            text_bytes=args.kv_cache_memory_bytes,
-            vision_bytes=args.vision_kv_cache_memory_bytes,
-            prefix_caching=not args.no_enable_prefix_caching,
-        ),
-        scheduler=SchedulerConfig(
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-        ),
-        images=ImageLimits(max_images=args.limit_mm_per_prompt),
-    )
 
 
 def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
@@ -340,8 +201,8 @@ def build_parser() -> argparse.ArgumentParser:
         default=os.environ.get("MMSERVE_DATABASE_URL") or None,
         help="SQLAlchemy's (default: $MMSERVE_DATABASE_URL, or SQLite in the data folder)",
     )
-    _add_engine_flags(serve)
-    _add_tier_flags(serve)
+    add_engine_flags(serve)
+    add_tier_flags(serve)
     serve.set_defaults(run=_serve)
 
     chat = commands.add_parser("chat", help="one answer about some pictures, without a server")
@@ -349,21 +210,21 @@ def build_parser() -> argparse.ArgumentParser:
         "words", nargs="+", metavar="FILE… QUESTION", help="pictures, then a question"
     )
     chat.add_argument("--max-tokens", type=flags.count, default=200)
-    _add_engine_flags(chat)
+    add_engine_flags(chat)
     chat.set_defaults(run=_chat)
 
     from mmserve.bench.flags import add_bench_flags
 
     bench = commands.add_parser("bench", help="measure latency, throughput and hit rates")
     add_bench_flags(bench, SUITES)
-    _add_engine_flags(bench)
+    add_engine_flags(bench)
     bench.set_defaults(run=_bench)
 
     models = commands.add_parser("models", help="what can be served, and how each was tested")
     models.set_defaults(run=_models)
 
     add_kv_commands(commands)
-    add_train_command(commands, _add_engine_flags, engine_config)
+    add_train_command(commands, add_engine_flags, engine_config)
     return parser
 
 

@@ -79,16 +79,44 @@ class TierConfig:
     object_store: str | None = None  # its URL, as obstore takes it
 
 
+MOST_DRAFTED = 63  # tokens
+METHODS = ("auto", "ngram", "suffix", "draft_model", "medusa", "eagle", "lookahead")
+
+
 @dataclass(frozen=True)
 class SpecConfig:
-    """Speculative drafting, in vLLM's words. `method` None: off."""
+    """Speculative drafting, in vLLM's words where it has one (docs/speculation.md). Raises
+    ValueError for what cannot be."""
 
-    method: str | None = None  # one of METHODS
-    num_speculative_tokens: int = 8  # how far ahead a draft reaches, at most
-    model: str | None = None  # of a head or a draft model; None: what came with the target
+    # One of METHODS; auto: earlier answers, then the head that came with the model, and nothing
+    # where none did; None: off.
+    method: str | None = "auto"
+    model: str | None = None  # of a head or a draft model: a folder or hub id
+    num_speculative_tokens: int | None = None  # how far ahead a draft reaches, at most
+    tree_tokens: int | None = None  # of a head's draft; 0: a chain; None: 0 on a CPU
+    adaptive: bool = True  # False: always as far as it may, also where that does not pay
     # ngram: how many of the last tokens have to occur earlier, at least and at most.
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
+    answers_bytes: int = 64 * MIB  # of earlier answers that are remembered
+
+    def __post_init__(self) -> None:
+        if self.method is not None and self.method not in METHODS:
+            raise ValueError(f"method {self.method!r} is none of {', '.join(METHODS)}")
+        if self.method == "draft_model" and self.model is None:
+            raise ValueError("the method draft_model needs a model")
+        if self.model is not None and self.method not in ("draft_model", "medusa", "eagle"):
+            raise ValueError(f"the method {self.method} takes no model")
+        for name, least, most in (
+            ("num_speculative_tokens", 1, MOST_DRAFTED),
+            ("tree_tokens", 0, MOST_DRAFTED),
+            ("prompt_lookup_min", 1, self.prompt_lookup_max),
+            ("prompt_lookup_max", 1, 64),
+            ("answers_bytes", 0, 1 << 40),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"{name} {value} is not between {least} and {most}")
 
 
 @dataclass(frozen=True)

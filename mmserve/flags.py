@@ -4,9 +4,12 @@ whose `ArgumentTypeError` it says beside the flag's name. Knows no flag."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+
+from mmserve.config import SpecConfig
 
 
 def budget(text: str) -> int:
@@ -48,6 +51,28 @@ def settings(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as {{}}")
     return value
+
+
+def speculation(text: str) -> SpecConfig:
+    """`none`, a JSON object in vLLM's words, or a method's name."""
+    if text == "none":
+        return SpecConfig(method=None)
+    values = settings(text) if text.lstrip().startswith("{") else {"method": text}
+    known = {field.name: field.type for field in dataclasses.fields(SpecConfig)}
+    for name, value in values.items():
+        kind = {"method": str, "model": str, "adaptive": bool}.get(name, int)
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        if type(value) is not kind:
+            raise argparse.ArgumentTypeError(f"{name} {value!r} is no {kind.__name__}")
+    if values.get("method") == "eagle3":  # vLLM's word for one of the layouts
+        values["method"] = "eagle"
+    if "model" in values:
+        values.setdefault("method", "draft_model")
+    try:
+        return SpecConfig(**values)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def file(text: str) -> Path:

@@ -172,6 +172,10 @@ class Metrics:
             *labels,
             "position",
         )
+        self.spec_decode_seconds_saved = self._gauge(
+            "spec_decode_seconds_saved",
+            "By steps with drafts, as plain steps of as many sequences were measured to take",
+        )
 
     def drafted(self, drafter: str, images: bool, tokens: int, right: int) -> None:
         """A draft was checked; `images`: with some in its context."""

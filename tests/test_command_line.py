@@ -12,8 +12,9 @@ import platformdirs
 import pytest
 
 from mmserve import __version__
-from mmserve.__main__ import build_parser, data_dir, engine_config, tier_config
+from mmserve.__main__ import build_parser, data_dir
 from mmserve.config import MIB, EngineConfig, TierConfig
+from mmserve.engine_flags import engine_config, tier_config
 from tests.model import families
 
 

@@ -35,7 +35,8 @@ BOOKS = {
 ALLOWED = {
     "config": set(),
     "errors": set(),
-    "flags": set(),
+    "flags": {"config"},
+    "engine_flags": {"config", "flags"},
     "regimes": set(),
     "request": set(),
     "streaming": {"request"},

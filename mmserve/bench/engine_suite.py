@@ -24,7 +24,7 @@ from mmserve.bench.peer_cases import PeerCases
 from mmserve.bench.shapes import load_shape
 from mmserve.bench.sizes import Sizes, kv_bytes_per_token
 from mmserve.bench.suite import Line, SuiteReport, record, render, run_cases
-from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
 from mmserve.energy import board_reader
 from mmserve.engine.engine import Engine
 from mmserve.engine.meter import board_uuid
@@ -122,6 +122,7 @@ def _engine_config(suite: EngineSuite, config: ModelConfig, loaded: LoadedModel)
         text = min(text, free - vision - SPARE_BYTES)
     return EngineConfig(
         model=config,
+        speculative=SpecConfig(method=None),
         cache=CacheConfig(text_bytes=max(text, page * token), vision_bytes=vision),
         scheduler=SchedulerConfig(
             max_num_seqs=max(plan.sessions, *(batch for batch, _ in plan.decode)),

@@ -26,7 +26,14 @@ from mmserve.bench.machine import facts
 from mmserve.bench.shapes import load_shape
 from mmserve.bench.sizes import Sizes, kv_bytes_per_token
 from mmserve.bench.suite import Line, SuiteReport, record, render
-from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, TierConfig
+from mmserve.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpecConfig,
+    TierConfig,
+)
 from mmserve.engine.engine import Engine
 from mmserve.engine.kv_tiers import KVTiers
 from mmserve.model.loader import LoadedModel, resolve_device
@@ -88,6 +95,7 @@ def _engine_config(
     images = 4 * (loaded.spec.num_image_tokens + page) * token
     return EngineConfig(
         model=config,
+        speculative=SpecConfig(method=None),
         cache=CacheConfig(text_bytes=session + 4 * page * token, vision_bytes=images),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=suite.step_tokens),
         tiers=TierConfig(host_bytes=4 * session, disk_bytes=4 * session, folder=folder),

@@ -1,14 +1,74 @@
-"""The drafter that a configuration names.
+"""The drafter that a configuration names, and its control.
 
-Owns the choice. Knows nothing of steps or sequences.
+Owns the choice, and how far each kind looks ahead. Knows nothing of steps or sequences.
 """
 
 from __future__ import annotations
 
-from mmserve.config import SpecConfig
+import dataclasses
+from typing import NamedTuple
+
+from mmserve.config import GIB, EngineConfig, SpecConfig
+from mmserve.engine.draft_model import load_draft_model
+from mmserve.engine.heads import has_head, load_head
+from mmserve.engine.model_runner import ModelRunner
+from mmserve.model.weights import Loaded
+from mmserve.spec.chained import ChainedDrafter
+from mmserve.spec.control import Control
+from mmserve.spec.draft_model import ModelDrafter
 from mmserve.spec.drafter import Drafter
+from mmserve.spec.lookahead import LookaheadDrafter
+from mmserve.spec.ngram import NgramDrafter
+from mmserve.spec.suffix import SuffixDrafter
+
+DRAFT_KV_BYTES = GIB // 2
+REPEATED, GUESSED = 16, 5  # tokens ahead: of what was said before, of what a model thinks
+TREE = 24  # tokens of a head's draft on a GPU, where rows cost next to nothing
 
 
-def build_drafter(config: SpecConfig) -> Drafter | None:
-    """None: no speculation."""
-    return None
+class Built(NamedTuple):
+    """`length`: how far ahead it is asked for, at most."""
+
+    drafter: Drafter
+    length: int
+    control: Control | None
+
+
+def build_drafter(config: EngineConfig, runner: ModelRunner, loaded: Loaded) -> Built | None:
+    """None: no speculation. Raises `HeadError` for what cannot draft for this model, and what
+    loading a model raises."""
+    spec = config.speculative
+    if spec.method is None or (spec.method == "auto" and not has_head("eagle", loaded.name)):
+        return None
+    drafter, length = _drafter(spec, config, runner, loaded)
+    if isinstance(drafter, LookaheadDrafter):
+        return Built(drafter, length, Control(length, length) if spec.adaptive else None)
+    length = spec.num_speculative_tokens or length
+    return Built(drafter, length, Control(length) if spec.adaptive else None)
+
+
+def _drafter(
+    spec: SpecConfig, config: EngineConfig, runner: ModelRunner, loaded: Loaded
+) -> tuple[Drafter, int]:
+    """And how far it looks ahead by itself."""
+    if spec.method == "ngram":
+        return NgramDrafter(spec.prompt_lookup_min, spec.prompt_lookup_max), REPEATED
+    if spec.method == "lookahead":
+        lookahead = LookaheadDrafter()
+        return lookahead, lookahead.length
+    if spec.method == "draft_model":
+        assert spec.model is not None, "checked where it was read"
+        own = dataclasses.replace(config.model, model=spec.model, served_name=None)
+        model = load_draft_model(own, loaded, DRAFT_KV_BYTES, config.scheduler)
+        return ModelDrafter(model), GUESSED
+    answers = SuffixDrafter(spec.answers_bytes)
+    if spec.method == "suffix":
+        return answers, REPEATED
+    most = spec.tree_tokens
+    if most is None:
+        most = TREE if runner.device.type == "cuda" else 0
+    method = "medusa" if spec.method == "medusa" else "eagle"
+    head = load_head(method, spec.model, runner, loaded.name, most)
+    if spec.method == "auto":
+        return ChainedDrafter([answers, head]), REPEATED
+    return head, GUESSED

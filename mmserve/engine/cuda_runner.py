@@ -7,7 +7,7 @@ kinds of work it holds; everything else is in one int32 array that is uploaded b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -168,6 +168,10 @@ class CUDARunner(ModelRunner):
             pixels = torch.zeros(1, 3, size, size, dtype=torch.uint8)
             self._beside.start(lambda: Features(self._tower(pixels)))
 
+    def listen(self, layers: Sequence[int]) -> None:
+        super().listen(layers)
+        self._graphs.clear()
+
     # -- images ---------------------------------------------------------------------------------
 
     def _start(self, look: Callable[[], Features]) -> tuple[Features, Done]:
@@ -198,6 +202,7 @@ class CUDARunner(ModelRunner):
         """
         if not batch.chunks:
             return None
+        self.heard = {}
         chunks = sorted(batch.chunks, key=lambda c: c.num_rows > 1)
         if previous is not None:
             self._previous[: len(previous)] = previous
@@ -228,10 +233,10 @@ class CUDARunner(ModelRunner):
     def _run_chunks(self, chunks: list[Chunk]) -> tuple[Tensor, list[int]]:
         """Normed hidden states [>= T, hidden], and the row of each chunk's last token."""
         layout = self._layout.step(chunks)
-        if not layout.images:
-            return self._run(layout), layout.last
-        embeds, extra = self._embed_rows(layout, chunks)
-        return self._run(layout, embeds, extra), layout.last
+        embeds, extra = self._embed_rows(layout, chunks) if layout.images else (None, None)
+        joined = self._run(layout, embeds, extra)
+        self._taps.hear(self.heard, joined, zip(chunks, layout.last, strict=True))
+        return self._taps.hidden(joined), layout.last
 
     def _embed_rows(self, layout: Layout, chunks: list[Chunk]) -> tuple[Tensor, dict[str, Any]]:
         """Embeddings [T, hidden] of rows of which some are images', and what else the decoder is
@@ -361,12 +366,13 @@ class CUDARunner(ModelRunner):
             if shape.crosses and self.adapter.cross is not None:
                 told = self.adapter.cross.arguments(slots[-1] != NOWHERE)
             # Layers write into what they are given.
-            return self.adapter.decode(embeds.clone(), where, step, regimes, **told)
+            return self._taps.join(
+                self.adapter.decode(embeds.clone(), where, step, regimes, **told)
+            )
         x = embeds[None].clone()
         for layer in self.adapter.decoder.layers:
             x = layer(x, step=step)
-        hidden: Tensor = self.adapter.decoder.norm(x)[0]
-        return hidden
+        return self._taps.join(self.adapter.decoder.norm(x)[0])
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.stock:

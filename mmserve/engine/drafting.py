@@ -1,7 +1,7 @@
 """Speculation in the engine: which sequences get drafts, what is checked, and what comes of it.
 
-Owns the way between live requests and a drafter. Knows nothing of how drafts are guessed
-(mmserve.spec), of pages or of queues.
+Owns the way between live requests, a drafter and its control. Knows nothing of how drafts are
+guessed (mmserve.spec), of pages or of queues.
 
 A draft can only be made behind a token that the host knows, so a step with drafts has landed before
 the next is scheduled. Steps without drafts go on overlapping.
@@ -9,16 +9,22 @@ the next is scheduled. Steps without drafts go on overlapping.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from mmserve.engine.grammar import Matcher
 from mmserve.engine.live import Live, Row
 from mmserve.engine.sampler import SampledToken, SamplingState
+from mmserve.engine.taps import Heard
 from mmserve.metrics import Metrics
-from mmserve.scheduler.batch import Chunk
+from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.draft_room import draft_room
 from mmserve.scheduler.holdings import Holdings
+from mmserve.spec.control import Control, Outcome
 from mmserve.spec.draft import Draft
 from mmserve.spec.drafter import Context, Drafter, Landed, Wanted
 from mmserve.spec.verify import accepted
@@ -33,34 +39,65 @@ class _Course:
     matchers: tuple[Matcher | None, ...] = ()
 
 
-class Drafting:
-    """`length`: how far ahead a draft may reach."""
+@dataclass
+class _Try:
+    """What was asked of the drafter for one sequence, and what came of it."""
 
-    def __init__(self, drafter: Drafter, length: int, holdings: Holdings, metrics: Metrics) -> None:
+    wanted: int
+    rows: int = 0
+    accepted: int = 0
+
+
+class Drafting:
+    """`length`: how far ahead a draft may reach; without `control`, always does."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        length: int,
+        holdings: Holdings,
+        metrics: Metrics,
+        control: Control | None = None,
+    ) -> None:
         self.drafter, self._length, self._holdings = drafter, length, holdings
-        self._metrics = metrics
+        self._metrics, self._control = metrics, control
         self._courses: dict[str, _Course] = {}
+        self._planned: Mapping[str, int] = {}
+        self._tries: dict[str, _Try] = {}  # of the step that is launched next, or in the air
+        self._seconds = 0.0  # that its drafts took
+
+    # -- before a step --------------------------------------------------------------------------
 
     def wants(self, lives: Iterable[Live]) -> bool:
         """Whether to land what is in the air, so that drafts can be made now."""
-        return any(live.decodes for live in lives)
+        ready = [(live.request.id, bool(live.seq.images)) for live in lives if live.decodes]
+        if self._control is not None:
+            self._planned = self._control.plan(ready)
+        else:
+            self._planned = {name: self._length for name, _ in ready}
+        return bool(self._planned)
 
-    def propose(self, lives: Iterable[Live]) -> Mapping[str, Draft]:
+    def propose(self, lives: Mapping[str, Live]) -> Mapping[str, Draft]:
         """Drafts for what has landed, by request."""
-        wanted: list[tuple[Live, Wanted]] = []
-        for live in lives:
-            length = min(self._length, draft_room(live.seq, self._holdings))
-            if length > 0:
-                wanted.append((live, Wanted(self._course(live).context, length)))
+        wanted: dict[str, Wanted] = {}
+        for name, length in self._planned.items():
+            live = lives.get(name)
+            length = min(length, draft_room(live.seq, self._holdings)) if live is not None else 0
+            if live is not None and length > 0:
+                wanted[name] = Wanted(self._course(live).context, length)
+        self._tries = {name: _Try(want.length) for name, want in wanted.items()}
         if not wanted:
             return {}
-        drafts = self.drafter.propose([asked for _, asked in wanted])
+        started = time.monotonic()
+        drafts = self.drafter.propose(list(wanted.values()))
         found = {}
-        for (live, asked), draft in zip(wanted, drafts, strict=True):
-            if draft is not None and (draft := draft.shortened(asked.length)) is not None:
-                draft, self._course(live).matchers = _possible(draft, live)
-                if draft is not None:
-                    found[live.request.id] = draft
+        for (name, want), draft in zip(wanted.items(), drafts, strict=True):
+            draft = draft and draft.shortened(want.length)
+            if draft is not None:
+                draft, self._courses[name].matchers = _possible(draft, lives[name])
+            if draft is not None:
+                found[name] = draft
+        self._seconds = time.monotonic() - started
         return found
 
     def behind(self, live: Row, draft: Draft) -> list[SamplingState]:
@@ -70,26 +107,52 @@ class Drafting:
         matchers = self._courses[live.request.id].matchers
         return [live.sampling.behind(*state) for state in zip(draft.paths, matchers, strict=True)]
 
-    def verify(self, live: Live, draft: Draft, chosen: list[SampledToken]) -> tuple[int, ...]:
+    # -- after a step ---------------------------------------------------------------------------
+
+    def verify(self, live: Live, draft: Draft, chosen: Sequence[SampledToken]) -> tuple[int, ...]:
         """The numbers of the draft's tokens that are right; they are counted."""
         path = accepted(draft, [token.token_id for token in chosen])
-        self._metrics.drafted(self.drafter.name, bool(live.seq.images), len(draft), len(path))
+        name = draft.author or self.drafter.name
+        self._metrics.drafted(name, bool(live.seq.images), len(draft), len(path))
         live.clock.drafted += len(draft)
         live.clock.accepted += len(path)
+        if tried := self._tries.get(live.request.id):
+            tried.rows, tried.accepted = len(draft), len(path)
         return path
 
     def landed(
-        self, live: Live, chunk: Chunk, chosen: list[SampledToken], path: tuple[int, ...] = ()
+        self,
+        live: Live,
+        chunk: Chunk,
+        heard: Heard,
+        chosen: Sequence[SampledToken] = (),
+        path: tuple[int, ...] = (),
     ) -> None:
         """The sequence has what a step made of it."""
         tokens = tuple(token.token_id for token in chosen)
-        self.drafter.landed(self._course(live).context, Landed(chunk.draft, tokens, path))
+        first, features = _features(chunk, heard, path)
+        landed = Landed(chunk.draft, tokens, path, first, features)
+        self.drafter.landed(self._course(live).context, landed)
+
+    def stepped(self, batch: Batch, seconds: float) -> None:
+        """A whole step has landed, `seconds` after the one before, or after it was begun."""
+        tries, self._tries = self._tries, {}
+        if self._control is None:
+            return
+        alone = not batch.images and all(chunk.decodes for chunk in batch.chunks)
+        outcomes = [Outcome(n, t.wanted, t.rows, t.accepted) for n, t in tries.items()]
+        saved = self._control.stepped(
+            seconds if alone else None, len(batch.chunks), outcomes, self._seconds if tries else 0.0
+        )
+        self._metrics.spec_decode_seconds_saved.inc(saved)
 
     def end(self, live: Live) -> None:
         """Nothing more comes of a request, or nothing of it as it is laid out now."""
         course = self._courses.pop(live.request.id, None)
         if course is not None:
             self.drafter.end(course.context)
+        if self._control is not None:
+            self._control.forget(live.request.id)
 
     def _course(self, live: Live) -> _Course:
         request, seq = live.request, live.seq
@@ -101,6 +164,17 @@ class Drafting:
             )
             course = self._courses[request.id] = _Course(context)
         return course
+
+
+def _features(chunk: Chunk, heard: Heard, path: tuple[int, ...]) -> tuple[int, Tensor | None]:
+    """Of the tokens that are now known and computed, and where they begin."""
+    parts = heard.get(chunk.seq)
+    if not parts:
+        return 0, None
+    first, features = parts[0][0], torch.cat([part for _, part in parts])
+    if chunk.draft is not None:
+        features = features[[0, *(1 + number for number in path)]]
+    return first, features
 
 
 def _possible(draft: Draft, live: Live) -> tuple[Draft | None, tuple[Matcher | None, ...]]:

@@ -34,6 +34,7 @@ from mmserve.engine.meter import board_meter, step_work
 from mmserve.engine.model_runner import ModelRunner, build_runner
 from mmserve.engine.page_copy import copy_pages
 from mmserve.engine.sampler import Drawn, SampledToken, Sampler, SamplingState
+from mmserve.engine.taps import Heard
 from mmserve.kvfile.file import KVFile, write_file
 from mmserve.kvfile.header import KVFileError, KVHeader, KVMismatchError
 from mmserve.metrics import Metrics
@@ -53,13 +54,14 @@ Event = tuple[str, TokenEvent]  # (request id, what happened)
 
 class Flight(NamedTuple):
     """A launched step. `chunks`: whose tokens `drawn` has, in order, `Chunk.num_chosen` of each;
-    `live`: whose they are; `started`: `time.monotonic`."""
+    `live`: whose they are; `started`: `time.monotonic`; `heard`: for a drafter."""
 
     batch: Batch
     chunks: list[Chunk]
     live: list[Row]
     drawn: Drawn
     started: float
+    heard: Heard
 
     def parts(self, tokens: list[SampledToken]) -> Iterator[tuple[Row, Chunk, list[SampledToken]]]:
         """What has been chosen for each request that has not ended meanwhile."""
@@ -103,9 +105,10 @@ class Engine:
         self.vocab_size = min(self.tokenizer.vocab_size, self.runner.adapter.vocab_size)
         self.grammars = Grammars(self.tokenizer)
         self.drafting: Drafting | None = None
-        if (drafter := build_drafter(config.speculative)) is not None:
-            length = config.speculative.num_speculative_tokens
-            self.drafting = Drafting(drafter, length, self.scheduler.holdings, self.metrics)
+        if (found := build_drafter(config, self.runner, loaded)) is not None:
+            books = self.scheduler.holdings, self.metrics
+            self.drafting = Drafting(found.drafter, found.length, *books, found.control)
+            self.runner.listen(found.drafter.taps)
         # One flight is in the air between two steps. May be set at any time, to compare.
         self.overlaps = self.runner.overlaps
         self._flight: Flight | None = None
@@ -228,7 +231,7 @@ class Engine:
         wanted = drafting.wants(self._live.values())
         if wanted or (self._flight is not None and self._flight.batch.has_drafts):
             self._land()
-        return drafting.propose(self._live.values()) if wanted else {}
+        return drafting.propose(self._live) if wanted else {}
 
     def _launch(self, batch: Batch, started: float) -> Flight:
         """Start a step on the device; pending tokens stand for those it will choose."""
@@ -255,7 +258,8 @@ class Engine:
         for seq in self.scheduler.ended_prefills():
             self._finish(self._live[seq.id], FinishReason.STOP)
         if logits is None:
-            return Flight(batch, [], [], Drawn.nothing(self.runner.device), started)
+            nothing = Drawn.nothing(self.runner.device)
+            return Flight(batch, [], [], nothing, started, self.runner.heard)
         lives = [self._live[chunk.seq.id].row(chunk.seq) for chunk in logits.chunks]
         if any(live.matcher and live.seq.num_pending for live in lives):
             self._land()  # a grammar has to see a token before it can say what follows
@@ -271,7 +275,7 @@ class Engine:
             if chunk.draft is None:  # else it is not chosen for good before it has landed
                 live.sampling.spend(1)
                 live.launched(row)
-        return Flight(batch, logits.chunks, lives, drawn, started)
+        return Flight(batch, logits.chunks, lives, drawn, started, self.runner.heard)
 
     def _land(self) -> None:
         """Wait for the step in the air, if any, and hand out its tokens."""
@@ -283,10 +287,22 @@ class Engine:
         if self.energy.enabled:  # before anybody ends: a request's last step is its own
             self.energy.share(step_work(flight.batch))
         for live, chunk, chosen in flight.parts(tokens):
-            self._take(live, chunk, chosen, now)
-        self._figures.count(flight.batch, flight.started)
+            self._take(live, chunk, chosen, flight.heard, now)
+        seconds = self._figures.count(flight.batch, flight.started)
+        if self.drafting is not None:
+            self._tell(self.drafting, flight, seconds)
 
-    def _take(self, live: Row, chunk: Chunk, chosen: list[SampledToken], now: float) -> None:
+    def _tell(self, drafting: Drafting, flight: Flight, seconds: float) -> None:
+        """A drafter hears of prompts under way, too."""
+        for chunk in flight.batch.chunks:
+            live = self._live.get(chunk.seq.id)
+            if live is not None and live.seq is chunk.seq and not chunk.samples:
+                drafting.landed(live, chunk, flight.heard)
+        drafting.stepped(flight.batch, seconds)
+
+    def _take(
+        self, live: Row, chunk: Chunk, chosen: list[SampledToken], heard: Heard, now: float
+    ) -> None:
         """Hand out what a step has chosen for a row: one token, and as many more as its draft had
         right."""
         drafting, draft, seq = self.drafting, chunk.draft, live.seq
@@ -306,7 +322,7 @@ class Engine:
         if draft is not None:
             live.sampling.spend(count)
         if drafting is not None and isinstance(live, Live):
-            drafting.landed(live, chunk, chosen, path)
+            drafting.landed(live, chunk, heard, chosen, path)
         if ended:
             self._retire(self._live[live.request.id])
         elif isinstance(live, Live) and seq.outgrown:

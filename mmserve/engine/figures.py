@@ -56,8 +56,9 @@ class Figures:
         if isinstance(live, LiveBeams):
             self._metrics.beams_shared(*live.shared)
 
-    def count(self, batch: Batch, started: float) -> None:
-        """Share a landed step's time out by tokens: new tokens to decoding, the rest to prefill.
+    def count(self, batch: Batch, started: float) -> float:
+        """Share a landed step's time out by tokens: new tokens to decoding, the rest to prefill;
+        its seconds.
 
         A step that was launched while another was in the air is charged from that one's landing,
         so the sum is the time in which anything was in the air.
@@ -71,6 +72,7 @@ class Figures:
         self._metrics.prefill_seconds.inc(seconds * (1 - share))
         if self._tiers is not None:
             self._price(batch, seconds * (1 - share))
+        return seconds
 
     def _price(self, batch: Batch, seconds: float) -> None:
         """What prompts cost, as far as a step shows it: with few rows it only reads weights."""

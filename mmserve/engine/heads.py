@@ -31,6 +31,11 @@ def load_head(
     return EagleDrafter(load_eagle(file, parts), parts, most=most)
 
 
+def has_head(method: str, target: str) -> bool:
+    """Whether a head came with the model."""
+    return (MODELS / target / SHIPPED[method]).is_dir()
+
+
 def _folder(method: str, name: str | None, target: str) -> Path:
     if name is not None:
         return locate(name).folder

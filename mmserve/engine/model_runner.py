@@ -5,7 +5,7 @@ Owns the device, the fused model and both pools' tensors. Knows nothing of queue
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConf
 from mmserve.engine.feature_cache import Done, FeatureCache
 from mmserve.engine.plan import Planner, StepInput, chosen_rows
 from mmserve.engine.rows import slots_in
+from mmserve.engine.taps import Heard, Taps
 from mmserve.engine.vision_mode import vision_mode
 from mmserve.errors import first_line
 from mmserve.kernels.chain import has_kernels
@@ -94,6 +95,7 @@ class ModelRunner:
             page_size=cache.page_size,
         )
         self.in_context = self.mode.in_context
+        self._listen(())
         self.table, blocks = self._table(loaded.max_model_len)
         self._places = attention.places(self.groups)
         self._planner = Planner(
@@ -255,6 +257,15 @@ class ModelRunner:
 
     # -- steps ----------------------------------------------------------------------------------
 
+    def listen(self, layers: Sequence[int]) -> None:
+        """From now on, a step leaves in `heard` what these layers give (`Taps`)."""
+        self._taps.close()
+        self._listen(layers)
+
+    def _listen(self, layers: Sequence[int]) -> None:
+        self._taps = Taps(self.adapter.decoder.layers, layers, self.adapter.hidden_size)
+        self.heard: Heard = {}  # of the last step
+
     @torch.inference_mode()
     def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
         """Compute the batch's text and its images in context; None when nothing is to be sampled.
@@ -263,11 +274,14 @@ class ModelRunner:
         """
         if not batch.chunks:
             return None
+        self.heard = {}
         step_input = self._planner.step(batch.chunks, previous)
         embeds, extra = self._embed(step_input)
         step = self._step(step_input.plans)
         where, regimes = step_input.positions, step_input.regimes
-        hidden = self.adapter.decode(embeds, where, step, regimes, **extra)
+        joined = self._taps.join(self.adapter.decode(embeds, where, step, regimes, **extra))
+        self._taps.hear(self.heard, joined, zip(step_input.order, step_input.last, strict=True))
+        hidden = self._taps.hidden(joined)
         rows = chosen_rows(step_input.order, step_input.last)
         if not rows:
             return None

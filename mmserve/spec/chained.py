@@ -6,6 +6,7 @@ Owns the order. Knows nothing of how any of them guesses.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mmserve.spec.drafter import Context, Draft, Drafter, Landed, Wanted
 
@@ -36,7 +37,7 @@ class ChainedDrafter:
             for i, draft in zip(
                 without, drafter.propose([wanted[i] for i in without]), strict=True
             ):
-                drafts[i] = draft
+                drafts[i] = draft and replace(draft, author=drafter.name)
         return drafts
 
     def landed(self, context: Context, landed: Landed) -> None:

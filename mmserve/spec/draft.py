@@ -6,7 +6,7 @@ Owns who follows whom in it and who sees whom. Knows nothing of who guessed it, 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 MOST_TOKENS = 63  # of one draft: a mask of 64 bits says who sees whom, the last known token too
@@ -15,10 +15,12 @@ MOST_TOKENS = 63  # of one draft: a mask of 64 bits says who sees whom, the last
 @dataclass(frozen=True)
 class Draft:
     """A tree of tokens: number i follows number `parents[i]`, or the sequence's last token where
-    that is -1. Parents stand before their children, and no two children of one token are equal."""
+    that is -1. Parents stand before their children, and no two children of one token are equal.
+    `author`: whose it is, where several drafters guess."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
+    author: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         assert 0 < len(self.tokens) == len(self.parents) <= MOST_TOKENS, "no draft of that size"
@@ -76,4 +78,5 @@ class Draft:
             return self
         place = {old: new for new, old in enumerate(kept)} | {-1: -1}
         tokens = tuple(self.tokens[i] for i in kept)
-        return Draft(tokens, tuple(place[self.parents[i]] for i in kept)) if kept else None
+        parents = tuple(place[self.parents[i]] for i in kept)
+        return Draft(tokens, parents, self.author) if kept else None

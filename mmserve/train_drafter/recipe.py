@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmserve.config import EngineConfig
+from mmserve.config import EngineConfig, SpecConfig
 from mmserve.engine.engine import Engine
 from mmserve.model.loader import LoadedModel
 from mmserve.model.weights import Loaded, load
@@ -187,7 +187,8 @@ def _write_part(
     loaded = load(config.model)
     # Hardly anything is asked twice, and what is kept of what was asked has to be searched.
     cache = dataclasses.replace(config.cache, prefix_caching=False)
-    engine = Engine(dataclasses.replace(config, cache=cache), loaded)
+    plain = SpecConfig(method=None)
+    engine = Engine(dataclasses.replace(config, cache=cache, speculative=plain), loaded)
     native = isinstance(loaded, LoadedModel)
     writer = writing.Writer(engine, options.seed + 1000 * number, options.longest, images=native)
     count = tokens = 0
