@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mmserve.engine.sampler import SampledToken
@@ -32,10 +32,11 @@ class Path:
 
     def tokens(self) -> list[SampledToken]:
         """From the first to the last."""
-        back = list(self._back())
+        back = list(self.back())
         return [SampledToken(p.token_id, p.logprob, p.rivals) for p in reversed(back)]
 
-    def _back(self) -> Iterator[Path]:
+    def back(self) -> Iterator[Path]:
+        """From the last token to the first."""
         path = self
         while path.parent is not None:
             yield path
@@ -64,9 +65,16 @@ class _Group:
 class BeamSearch:
     """One request's. The empty answer is its only one at first."""
 
-    def __init__(self, params: BeamParams, ends: frozenset[int], limit: int) -> None:
-        """`ends`: tokens behind which nothing comes; `limit`: tokens of an answer at most."""
-        self._params, self._ends, self._limit = params, ends, limit
+    def __init__(
+        self,
+        params: BeamParams,
+        ends: frozenset[int],
+        limit: int,
+        stops: Callable[[Path], bool] = lambda path: False,
+    ) -> None:
+        """`ends`: tokens behind which nothing comes; `limit`: tokens of an answer at most;
+        `stops`: whether one ends with its last token, whatever that is."""
+        self._params, self._ends, self._limit, self._stops = params, ends, limit, stops
         size = params.width // params.groups
         self._groups = [_Group(size) for _ in range(params.groups)]
         self._kept = max(2, 1 + len(ends)) * size  # of which `size` surely do not end
@@ -137,7 +145,7 @@ class BeamSearch:
         ]
 
     def _reason(self, path: Path) -> FinishReason | None:
-        if path.token_id in self._ends:
+        if path.token_id in self._ends or self._stops(path):
             return FinishReason.STOP
         return FinishReason.LENGTH if path.length >= self._limit else None
 

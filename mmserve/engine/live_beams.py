@@ -6,12 +6,11 @@ grammar, and the one event that has all answers. Knows nothing of tensors or que
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seqs
 from dataclasses import dataclass, replace
 
-from mmserve.engine.beam_search import BeamSearch, Whole
-from mmserve.engine.detokenizer import IncrementalDetokenizer
+from mmserve.engine.beam_search import BeamSearch, Path, Whole
+from mmserve.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from mmserve.engine.grammar import Matcher
 from mmserve.engine.live import Clock, Live
 from mmserve.engine.sampler import SampledToken, SamplingState
@@ -67,7 +66,8 @@ class LiveBeams(Live):
         if matcher is not None:  # one that is complete allows nothing else
             self._ends |= tokenizer.eos_token_ids
         limit = seq.token_limit - seq.num_prompt_tokens
-        self._search = BeamSearch(params.beams, self._ends, limit)
+        self._stops = tuple(stop.encode() for stop in params.stop)
+        self._search = BeamSearch(params.beams, self._ends, limit, self._stopped)
         wanted = max(self._search.num_wanted, params.logprobs or 0)
         self._asking = replace(params, temperature=0.0, logprobs=wanted, seed=None)
         self._beams, self._page_bytes = beams, page_bytes
@@ -141,11 +141,25 @@ class LiveBeams(Live):
     def _choice(self, whole: Whole) -> Choice:
         tokens, wanted = whole.path.tokens(), self.request.params.logprobs
         ids = tuple(token.token_id for token in tokens)
-        said = ids[:-1] if whole.reason is FinishReason.STOP else ids
-        speech = IncrementalDetokenizer(self.tokenizer)
+        said = ids[:-1] if ids[-1] in self._ends else ids
+        speech, stop = IncrementalDetokenizer(self.tokenizer), StopChecker(self.request.params.stop)
+        text, met = stop.push(speech.push(said) + speech.flush())
         logprobs: list[TokenLogprob] = []
         for token in tokens if wanted is not None else ():
-            top = tuple(pair for pair in token.top[:wanted] if pair[1] > -math.inf)
-            logprobs += self._logprobs(token._replace(top=top))
-        text = speech.push(said) + speech.flush()
+            logprobs += self._logprobs(token._replace(top=token.top[:wanted]))
+        text += "" if met else stop.flush()
         return Choice(text, ids, tuple(logprobs), whole.reason, whole.value)
+
+    def _stopped(self, path: Path) -> bool:
+        """Whether a stop string is complete with an answer's last token."""
+        if not self._stops:
+            return False
+        text, new = b"", self._bytes(path.token_id)
+        for token in path.back():
+            text = self._bytes(token.token_id) + text
+            if len(text) >= max(map(len, self._stops)) - 1 + len(new):
+                break
+        return any(stop in text for stop in self._stops)
+
+    def _bytes(self, token: int) -> bytes:
+        return b"" if self.tokenizer.is_special(token) else self.tokenizer.token_bytes(token)

@@ -78,7 +78,7 @@ def _validate_stop(params: SamplingParams) -> None:
 
 def _validate_beams(params: SamplingParams) -> None:
     """Beam search follows the likeliest answers: what draws, or says that others are likelier, has
-    no meaning beside it; and where a stop string ends is not known before beams are chosen."""
+    no meaning beside it."""
     p, beams = params, params.beams
     if beams is None:
         return
@@ -112,7 +112,6 @@ def _validate_beams(params: SamplingParams) -> None:
         ("presence_penalty", p.presence_penalty == 0, p.presence_penalty, "0"),
         ("frequency_penalty", p.frequency_penalty == 0, p.frequency_penalty, "0"),
         ("logit_bias", not p.logit_bias, p.logit_bias, "empty"),
-        ("stop", not p.stop, list(p.stop), "empty; stop_token_ids may be used"),
         (
             "stop_token_ids",
             len(p.stop_token_ids) <= MAX_BEAM_STOPS,

@@ -163,7 +163,9 @@ class Beams:
 
     def _replace(self, group: Group, members: list[Seq]) -> None:
         at = self._running.index(group.members[0])
-        self._running[at : at + len(group.members)] = members
+        end = at + len(group.members)
+        assert self._running[at:end] == group.members, "others run between the beams of a request"
+        self._running[at:end] = members
         for old in group.members:
             if old not in members:
                 self._holdings.drop(old)

@@ -205,6 +205,30 @@ def test_logprobs_are_each_answer_s_own() -> None:
         assert mean == pytest.approx(choice.score, abs=1e-5)
 
 
+@pytest.mark.parametrize("early", [False, True, "never"])
+def test_a_stop_string_ends_an_answer_as_a_stop_token_does(early: Any) -> None:
+    """A string of one byte is a token here."""
+    beams = BeamParams(4, 4, length_penalty=0.0, early_stopping=early)
+    d, prompt = driver(), words(3, 9)  # answers begin with some of e, then come some of %
+    (token,) = d.engine.tokenizer.encode("%")
+    by_token = answers(d, prompt, params=asking(beams, stop_token_ids=(token,)))
+    assert answers(d, prompt, params=asking(beams, stop=("%",))) == by_token
+    assert any(tokens[-1] == token and len(tokens) > 1 for tokens in by_token)
+
+
+def test_text_ends_before_its_stop_string() -> None:
+    d = driver()
+    stops = ("ee%", "%%%%%")
+    request = d.submit((words(3, 9),), asking(BeamParams(4, 4, length_penalty=0.0), stop=stops))
+    d.run()
+    found = choices(d, request)
+    stopped = [c for c in found if c.finish_reason is FinishReason.STOP]
+    assert stopped and not any(stop in choice.text for choice in found for stop in stops)
+    for choice in stopped:
+        rest = d.engine.tokenizer.decode(list(choice.token_ids)).removeprefix(choice.text)
+        assert rest in (*stops, "")  # nothing where it ended by itself
+
+
 def constrained(kind: str, text: str, width: int, **options: Any) -> SamplingParams:
     constraint = Constraint(kind, text)
     beams = BeamParams(width, width)
@@ -302,7 +326,6 @@ def test_aborted_at_any_moment_all_is_given_back(steps: int, overlaps: bool) -> 
         ("presence_penalty", {"width": 4}, {"presence_penalty": 1.0}),
         ("frequency_penalty", {"width": 4}, {"frequency_penalty": 1.0}),
         ("logit_bias", {"width": 4}, {"logit_bias": {3: 1.0}}),
-        ("stop", {"width": 4}, {"stop": ("x",)}),
         ("stop_token_ids", {"width": 4}, {"stop_token_ids": tuple(range(17))}),
     ],
 )
@@ -318,7 +341,8 @@ def test_what_makes_no_sense_with_beams_is_refused_by_name(
 
 def test_what_can_be_is_not_refused() -> None:
     beams = BeamParams(16, 16, groups=4, diversity_penalty=0.5, early_stopping="never")
-    validate(asking(beams, logprobs=3, stop_token_ids=(5,), ignore_eos=True, seed=1), 264)
+    more: dict[str, Any] = {"stop_token_ids": (5,), "stop": ("x",), "ignore_eos": True, "seed": 1}
+    validate(asking(beams, logprobs=3, **more), 264)
 
 
 def test_more_beams_than_places_or_pages_are_refused_at_once() -> None:

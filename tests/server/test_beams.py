@@ -121,7 +121,7 @@ def test_every_answer_has_the_form_that_is_asked_for(fresh: Running) -> None:
         ({"n": 4, "num_beam_groups": 3}, "num_beam_groups"),
         ({"n": 4, "diversity_penalty": 1}, "diversity_penalty"),
         ({"n": 4, "temperature": 0.5}, "temperature"),
-        ({"n": 4, "stop": "x"}, "stop"),
+        ({"n": 4, "top_k": 5}, "top_k"),
         ({"n": 4, "early_stopping": "soon"}, "early_stopping"),
         ({"use_beam_search": False, "num_beam_groups": 2}, "num_beam_groups"),
         ({"use_beam_search": False, "n": 2}, "n"),
