@@ -23,6 +23,7 @@ from mmserve.spec.suffix import SuffixDrafter
 
 DRAFT_KV_BYTES = GIB // 2
 REPEATED, GUESSED = 16, 5  # tokens ahead: of what was said before, of what a model thinks
+SURE = 0.6  # of what was said before, where a head would guess instead: it is right about as often
 TREE = 24  # tokens of a head's draft on a GPU, where rows cost next to nothing
 
 
@@ -61,14 +62,14 @@ def _drafter(
         own = dataclasses.replace(config.model, model=spec.model, served_name=None)
         model = load_draft_model(own, loaded, DRAFT_KV_BYTES, config.scheduler)
         return ModelDrafter(model), GUESSED
-    answers = SuffixDrafter(spec.answers_bytes)
     if spec.method == "suffix":
-        return answers, REPEATED
+        return SuffixDrafter(spec.answers_bytes), REPEATED
     most = spec.tree_tokens
     if most is None:
         most = TREE if runner.device.type == "cuda" else 0
     method = "medusa" if spec.method == "medusa" else "eagle"
     head = load_head(method, spec.model, runner, loaded.name, most)
     if spec.method == "auto":
-        return ChainedDrafter([answers, head]), REPEATED
+        answers = SuffixDrafter(spec.answers_bytes, sure=SURE)
+        return ChainedDrafter([answers, head], [REPEATED, GUESSED]), REPEATED
     return head, GUESSED

@@ -12,12 +12,17 @@ from mmserve.spec.drafter import Context, Draft, Drafter, Landed, Wanted
 
 
 class ChainedDrafter:
-    """All of them are told of everything. No more than one may see the target's features."""
+    """All of them are told of everything. No more than one may see the target's features.
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
+    `lengths`: how far ahead each guesses at most, whatever is wanted: what was said before holds
+    for longer than what a model thinks.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], lengths: Sequence[int]) -> None:
         tapping = [drafter.taps for drafter in drafters if drafter.taps]
         assert drafters and len(tapping) <= 1, "features are of one drafter's layers"
         self._drafters = tuple(drafters)
+        self._lengths = tuple(lengths)
         self._taps = tapping[0] if tapping else ()
 
     @property
@@ -30,13 +35,12 @@ class ChainedDrafter:
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(wanted)
-        for drafter in self._drafters:
+        for drafter, most in zip(self._drafters, self._lengths, strict=True):
             without = [i for i, draft in enumerate(drafts) if draft is None]
             if not without:
                 break
-            for i, draft in zip(
-                without, drafter.propose([wanted[i] for i in without]), strict=True
-            ):
+            asked = [Wanted(wanted[i].context, min(wanted[i].length, most)) for i in without]
+            for i, draft in zip(without, drafter.propose(asked), strict=True):
                 drafts[i] = draft and replace(draft, author=drafter.name)
         return drafts
 

@@ -6,9 +6,9 @@ anything else count where they match longer. This is SuffixDecoding (arXiv 2411.
 counts of its suffix trees taken from an index when they are needed. Knows nothing of models, nor of
 another tenant's answers.
 
-A place that matched m tokens speaks with the weight of its vote against a doubt of 1 / m: of one
-place, d tokens in a row are right with the probability m / (m + d). So a draft grows with the match
-(by 1 / `least` - 1 times its length: the paper's alpha), and faster where places agree.
+A place that matched m tokens speaks with the weight of its vote against a doubt of 4 / m: alone, it
+is right with the probability m / (m + 4), which is about what prose and programs show. So a draft
+grows with the match (the paper's alpha), and faster where places agree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ LOOKS = 16  # places of one index that are compared
 VOTERS = 8  # places that have a say, of those that matched longest
 OWN_SIZES = (1, 3)
 PART = 4096  # tokens of a long prompt that are taken in after one step
-LEAST = 0.25  # probability that a token and all before it are right
+DOUBT = (
+    4.0  # places that say something else, over the match's length: as prose and programs have it
+)
+LEAST = 0.1  # probability that a token and all before it are right
 
 
 class _Voter(NamedTuple):
@@ -49,15 +52,19 @@ class _Bud(NamedTuple):
 
 
 class SuffixDrafter:
-    """`num_bytes` of earlier answers are remembered; `width`: different tokens behind one."""
+    """`num_bytes` of earlier answers are remembered; `width`: different tokens behind one; `sure`:
+    how likely a draft's first token has to be, for where others could guess instead."""
 
     name = "suffix"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, num_bytes: int, width: int = 1, least: float = LEAST) -> None:
+    def __init__(
+        self, num_bytes: int, width: int = 1, least: float = LEAST, sure: float = 0.0
+    ) -> None:
         assert width > 0 and 0 < least <= 1, "a draft has tokens that may be right"
         self._width = width
         self._least = least
+        self._sure = sure
         self._answers = Answers(num_bytes)
         self._own: dict[str, Index] = {}
 
@@ -99,6 +106,8 @@ class SuffixDrafter:
         branches = Branches(length)
         last = _Bud(-1.0, ROOT, 0, 0, voters)
         buds = self._behind(last, ROOT, matched) if matched else []
+        if buds and -buds[0].unlikely < self._sure:
+            return None
         while buds and len(branches) < length:
             bud = heappop(buds)
             number = branches.add(bud.parent, bud.token)
@@ -110,7 +119,7 @@ class SuffixDrafter:
     def _behind(self, bud: _Bud, number: int, matched: int) -> list[_Bud]:
         """What its voters say comes behind it, the likeliest first."""
         depth, by_token = bud.depth, dict[int, list[_Voter]]()
-        heard = 1 / (matched + depth)
+        heard = DOUBT / (matched + depth)
         for voter in bud.voters:
             at = voter.at + depth
             if at < len(voter.tokens):

@@ -28,7 +28,9 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix": lambda: SuffixDrafter(1 << 20),
     "suffix tree": lambda: SuffixDrafter(1 << 20, width=3, least=0.05),
     "lookahead": LookaheadDrafter,
-    "chained": lambda: ChainedDrafter([SuffixDrafter(1 << 20), LookaheadDrafter(4, 3, 3)]),
+    "chained": lambda: ChainedDrafter(
+        [SuffixDrafter(1 << 20, sure=0.6), LookaheadDrafter(4, 3, 3)], [16, 5]
+    ),
 }
 
 

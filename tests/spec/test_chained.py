@@ -18,11 +18,11 @@ class Head:
     name, taps = "head", (3,)
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.asked: list[tuple[str, int]] = []
         self.told: list[str] = []
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
-        self.asked += [each.context.id for each in wanted]
+        self.asked += [(each.context.id, each.length) for each in wanted]
         return [Draft.chain([9])] * len(wanted)
 
     def landed(self, context: Context, landed: Landed) -> None:
@@ -34,23 +34,24 @@ class Head:
 
 def test_the_first_that_has_a_guess_is_taken() -> None:
     head = Head()
-    drafter = ChainedDrafter([NgramDrafter(2, 4), head])
+    drafter = ChainedDrafter([NgramDrafter(2, 4), head], [8, 2])
     said, new = Context("said", [1, 2, 3, 1, 2], 5), Context("new", [1, 2], 2)
-    drafts = drafter.propose([Wanted(new, 1), Wanted(said, 1)])
-    assert drafts == [Draft.chain([9]), Draft.chain([3])]
-    assert head.asked == ["new"]
+    drafts = drafter.propose([Wanted(new, 3), Wanted(said, 3)])
+    assert drafts == [Draft.chain([9]), Draft.chain([3, 1, 2])]
+    assert [draft and draft.author for draft in drafts] == ["head", "ngram"]
+    assert head.asked == [("new", 2)]  # and no further ahead than it can see
 
 
 def test_who_is_not_needed_is_not_asked() -> None:
     head = Head()
-    drafter = ChainedDrafter([NgramDrafter(2, 4), head])
+    drafter = ChainedDrafter([NgramDrafter(2, 4), head], [8, 2])
     drafter.propose([Wanted(Context("said", [1, 2, 3, 1, 2], 5), 1)])
     assert not head.asked
 
 
 def test_all_are_told_of_everything() -> None:
     head = Head()
-    drafter = ChainedDrafter([NgramDrafter(2, 4), head])
+    drafter = ChainedDrafter([NgramDrafter(2, 4), head], [8, 2])
     context = Context("a", [1, 2], 2)
     drafter.landed(context, Landed(None, (2,), ()))
     drafter.end(context)
@@ -58,7 +59,7 @@ def test_all_are_told_of_everything() -> None:
 
 
 def test_it_is_called_after_all_of_them_and_sees_what_one_of_them_has_to_see() -> None:
-    drafter = ChainedDrafter([SuffixDrafter(1 << 20), Head()])
+    drafter = ChainedDrafter([SuffixDrafter(1 << 20), Head()], [8, 2])
     assert drafter.name == "suffix+head" and drafter.taps == (3,)
     with pytest.raises(AssertionError):
-        ChainedDrafter([Head(), Head()])
+        ChainedDrafter([Head(), Head()], [8, 2])
