@@ -243,3 +243,14 @@ def test_beams_of_text_are_transformers_beams() -> None:
             wanted = row[ids.shape[1] :].tolist()
             assert list(choice.token_ids) == wanted[: len(choice.token_ids)], prompt
             assert set(wanted[len(choice.token_ids) :]) <= {ends[0]}
+
+
+def test_six_beams_behind_a_picture_save_three_quarters_of_their_kv(chats: Any) -> None:
+    chat = chats("int8")
+    style = "Be exact about colours, shapes and places, and leave out what cannot be seen. " * 20
+    params = replace(greedy(32), ignore_eos=True, beams=BeamParams(6, 6))
+    request = chat.submit(chat.segments(drawing("circle", "red"), style + "What is it?"), params)
+    chat.run()
+    usage = chat.last(request).usage
+    assert usage.vision_misses == 1 and usage.prompt_tokens < 450
+    assert usage.beam_kv_saved >= 0.75
