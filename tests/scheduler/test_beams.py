@@ -227,3 +227,31 @@ def test_places_are_kept_for_all_beams_of_whoever_is_admitted() -> None:
     world.run()
     assert root.finished
     world.assert_idle()
+
+
+def test_searches_that_press_on_each_other_all_come_to_their_end() -> None:
+    preemptions = 0
+    for seed in range(60):
+        numbers = random.Random(seed)
+        groups = numbers.choice([(FULL,), (FULL, window(5)), (window(9),)])
+        world = BeamWorld(
+            text_pages=numbers.randint(6, 14),
+            prefix_caching=numbers.random() < 0.5,
+            overlaps=numbers.random() < 0.5,
+            config=SchedulerConfig(max_num_batched_tokens=numbers.choice([2, 7, 64])),
+            groups=groups,
+            seed=seed,
+        )
+        for _ in range(3):
+            segments = prompt(numbers.randint(1, 9), IMAGES[0], numbers.randint(1, 5))
+            length = sum(len(getattr(s, "token_ids", ())) for s in segments)
+            width = numbers.randint(2, 4)
+            room = min(world.room(segments, width) - length, 30)
+            if room > 0:
+                world.beams(segments, width, room)
+            world.submit(segments, min(world.scheduler.text_capacity - length, 20))
+        world.run()
+        world.assert_right()
+        world.assert_idle()
+        preemptions += world.preemptions
+    assert preemptions > 100
