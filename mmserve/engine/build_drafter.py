@@ -28,11 +28,12 @@ TREE = 24  # tokens of a head's draft on a GPU, where rows cost next to nothing
 
 
 class Built(NamedTuple):
-    """`length`: how far ahead it is asked for, at most."""
+    """`length`: how far ahead it is asked for, at most; `trees`: whether drafts may branch."""
 
     drafter: Drafter
     length: int
     control: Control | None
+    trees: bool
 
 
 def build_drafter(config: EngineConfig, runner: ModelRunner, loaded: Loaded) -> Built | None:
@@ -43,9 +44,11 @@ def build_drafter(config: EngineConfig, runner: ModelRunner, loaded: Loaded) -> 
         return None
     drafter, length = _drafter(spec, config, runner, loaded)
     if isinstance(drafter, LookaheadDrafter):
-        return Built(drafter, length, Control(length, length) if spec.adaptive else None)
+        return Built(drafter, length, Control(length, length) if spec.adaptive else None, True)
     length = spec.num_speculative_tokens or length
-    return Built(drafter, length, Control(length) if spec.adaptive else None)
+    heads = spec.method in ("auto", "medusa", "eagle")
+    trees = heads and _tree_tokens(spec, runner) > 0
+    return Built(drafter, length, Control(length) if spec.adaptive else None, trees)
 
 
 def _drafter(
@@ -64,12 +67,17 @@ def _drafter(
         return ModelDrafter(model), GUESSED
     if spec.method == "suffix":
         return SuffixDrafter(spec.answers_bytes), REPEATED
-    most = spec.tree_tokens
-    if most is None:
-        most = TREE if runner.device.type == "cuda" else 0
+    most = _tree_tokens(spec, runner)
     method = "medusa" if spec.method == "medusa" else "eagle"
     head = load_head(method, spec.model, runner, loaded.name, most)
     if spec.method == "auto":
         answers = SuffixDrafter(spec.answers_bytes, sure=SURE)
         return ChainedDrafter([answers, head], [REPEATED, GUESSED]), REPEATED
     return head, GUESSED
+
+
+def _tree_tokens(spec: SpecConfig, runner: ModelRunner) -> int:
+    """0: a chain, whose rows cost the least, and whose bits are those of plain steps."""
+    if spec.tree_tokens is not None:
+        return spec.tree_tokens
+    return TREE if runner.device.type == "cuda" and not runner.deterministic else 0

@@ -21,6 +21,8 @@ from mmserve.engine.feature_cache import Done
 from mmserve.engine.graphs import URGENT, Graphs
 from mmserve.engine.model_runner import Logits, ModelRunner
 from mmserve.engine.plan import StepInput, chosen_rows
+from mmserve.engine.rehearsal import Rehearsal
+from mmserve.engine.taps import FINAL
 from mmserve.engine.transfer import resolve_pending, send, upload
 from mmserve.engine.vision_stream import CapturedTower, VisionStream
 from mmserve.kernels import work
@@ -133,44 +135,27 @@ class CUDARunner(ModelRunner):
 
     @torch.inference_mode()
     def _warm_up(self, width: int) -> None:
-        """Compile and capture what the first requests need: short and long contexts, chunks, both.
-
-        Writes nothing.
-        """
         if not self._graphs.enabled:
             return
-        pages, long = np.zeros(80, np.int32), 641
-
-        def reader(first: int, count: int, context: int) -> work.Reader:
-            reads = (0, context, 0, 0) if count == 1 else work.causal(context - 1, count)
-            return work.Reader(first, count, reads, pages)
-
-        def run(count: int, *readers: work.Reader, embeds: Tensor | None = None) -> None:
-            rows = np.zeros((self._layout.num_lines, count), np.int32)
-            rows[-len(self.groups) :] = NOWHERE
-            blind = [r._replace(reads=tuple(0 * part for part in r.reads)) for r in readers]
-            each = [list(readers) if group.text else blind for group in self.groups]
-            self._run(Layout(rows, each, [], []), embeds)
-
-        for count in self._buckets:
-            for context in (1, long):
-                run(count, *(reader(row, 1, context) for row in range(count)))
-            if count > 1:
-                run(count, reader(0, count, long))
-                run(count, reader(0, 1, long), reader(1, count - 1, long))
+        rehearsal = Rehearsal(self._layout, self._run)
+        rehearsal.steps(self._buckets)
         if count := self._image_tokens:
             held = [[0] * -(-count // self.text[0].shape.page_size) for _ in self.groups]
             image = self._layout.image(b"", held, count)
-            image.rows[-len(self.groups) :] = NOWHERE
             blank = torch.zeros(count, width, dtype=self.adapter.dtype, device=self.device)
-            run(count, *image.readers[0], embeds=blank)
+            rehearsal.blank(count, *image.readers[0], embeds=blank)
             size = self._image_size
             pixels = torch.zeros(1, 3, size, size, dtype=torch.uint8)
             self._beside.start(lambda: Features(self._tower(pixels)))
 
-    def listen(self, layers: Sequence[int]) -> None:
+    @torch.inference_mode()
+    def listen(self, layers: Sequence[int], *, trees: bool = False) -> None:
         super().listen(layers)
-        self._graphs.clear()
+        if any(layer != FINAL for layer in layers):
+            self._graphs.clear()
+            self._warm_up(self.adapter.hidden_size)
+        if self._graphs.enabled:
+            Rehearsal(self._layout, self._run).drafts(self._buckets, trees=trees)
 
     # -- images ---------------------------------------------------------------------------------
 

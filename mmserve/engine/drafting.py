@@ -20,6 +20,7 @@ from mmserve.engine.grammar import Matcher
 from mmserve.engine.live import Live, Row
 from mmserve.engine.sampler import SampledToken, SamplingState
 from mmserve.engine.taps import Heard
+from mmserve.engine.transfer import upload
 from mmserve.metrics import Metrics
 from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.draft_room import draft_room
@@ -28,6 +29,10 @@ from mmserve.spec.control import Control, Outcome
 from mmserve.spec.draft import Draft
 from mmserve.spec.drafter import Context, Drafter, Landed, Wanted
 from mmserve.spec.verify import accepted
+
+# Where more sequences than these decode, a drafter hears of their steps only while it drafts: most
+# of the time, drafts do not pay there, and telling costs as much as a small model's step.
+ALWAYS_HEARD = 8
 
 
 @dataclass
@@ -65,6 +70,7 @@ class Drafting:
         self._planned: Mapping[str, int] = {}
         self._tries: dict[str, _Try] = {}  # of the step that is launched next, or in the air
         self._seconds = 0.0  # that its drafts took
+        self._hears = True  # whether the drafter is told of steps
 
     # -- before a step --------------------------------------------------------------------------
 
@@ -75,6 +81,7 @@ class Drafting:
             self._planned = self._control.plan(ready)
         else:
             self._planned = {name: self._length for name, _ in ready}
+        self._hears = len(ready) <= ALWAYS_HEARD or bool(self._planned)
         return bool(self._planned)
 
     def propose(self, lives: Mapping[str, Live]) -> Mapping[str, Draft]:
@@ -129,6 +136,8 @@ class Drafting:
         path: tuple[int, ...] = (),
     ) -> None:
         """The sequence has what a step made of it."""
+        if chunk.decodes and not self._hears:
+            return
         tokens = tuple(token.token_id for token in chosen)
         first, features = _features(chunk, heard, path)
         landed = Landed(chunk.draft, tokens, path, first, features)
@@ -171,10 +180,14 @@ def _features(chunk: Chunk, heard: Heard, path: tuple[int, ...]) -> tuple[int, T
     parts = heard.get(chunk.seq)
     if not parts:
         return 0, None
-    first, features = parts[0][0], torch.cat([part for _, part in parts])
-    if chunk.draft is not None:
-        features = features[[0, *(1 + number for number in path)]]
-    return first, features
+    first = parts[0].first
+    features = parts[0].rows if len(parts) == 1 else torch.cat([part.rows for part in parts])
+    if chunk.draft is None:
+        return first, features
+    if path == tuple(range(len(path))):
+        return first, features[: 1 + len(path)]
+    rows = [0, *(1 + number for number in path)]
+    return first, features.index_select(0, upload(rows, torch.long, features.device))
 
 
 def _possible(draft: Draft, live: Live) -> tuple[Draft | None, tuple[Matcher | None, ...]]:

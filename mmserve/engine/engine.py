@@ -108,7 +108,7 @@ class Engine:
         if (found := build_drafter(config, self.runner, loaded)) is not None:
             books = self.scheduler.holdings, self.metrics
             self.drafting = Drafting(found.drafter, found.length, *books, found.control)
-            self.runner.listen(found.drafter.taps)
+            self.runner.listen(found.drafter.taps, trees=found.trees)
         # One flight is in the air between two steps. May be set at any time, to compare.
         self.overlaps = self.runner.overlaps
         self._flight: Flight | None = None

@@ -257,8 +257,9 @@ class ModelRunner:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def listen(self, layers: Sequence[int]) -> None:
-        """From now on, a step leaves in `heard` what these layers give (`Taps`)."""
+    def listen(self, layers: Sequence[int], *, trees: bool = False) -> None:
+        """From now on, a step leaves in `heard` what these layers give (`Taps`), and has drafts,
+        `trees` among them."""
         self._taps.close()
         self._listen(layers)
 

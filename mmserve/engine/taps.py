@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seqs
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,21 @@ from mmserve.sequence import Sequence
 
 FINAL = -1  # the number of what the final norm gives
 
-# By sequence: parts of its text, each from a token's index on, and their features [n, F].
-Heard = dict[Sequence, list[tuple[int, Tensor]]]
+
+class Part(NamedTuple):
+    """Of a sequence's text, from token `first` on: rows [start, end) of a step's features."""
+
+    first: int
+    features: Tensor  # [T, F]
+    start: int
+    end: int
+
+    @property
+    def rows(self) -> Tensor:
+        return self.features[self.start : self.end]
+
+
+Heard = dict[Sequence, list[Part]]
 
 
 class Taps:
@@ -56,13 +69,14 @@ class Taps:
         their images, and of their drafts."""
         if not self._order:
             return
-        features = joined[:, self._width :] if self._hooks else joined
+        # One copy for all: a captured step's output is soon another's.
+        features = (joined[:, self._width :] if self._hooks else joined).clone()
         for chunk, last in chunks:
             first = max([chunk.start, *(c.placed.text_index for c in chunk.images)])
             rows = chunk.num_rows if not chunk.images else chunk.start + chunk.count - first
-            if rows > 0:  # a copy: a captured step's output is soon another's
-                part = features[last + 1 - rows : last + 1].clone()
-                heard.setdefault(chunk.seq, []).append((first, part))
+            if rows > 0:
+                part = Part(first, features, last + 1 - rows, last + 1)
+                heard.setdefault(chunk.seq, []).append(part)
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -23,6 +23,7 @@ from mmserve.spec.target_parts import TargetParts
 
 WINDOW = 256  # tokens that the head sees
 BRANCHES = 8  # of a tree, at each level
+LEVELS = (2, 5, 8, 16)
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # sequences; more are not captured
 
 
@@ -117,6 +118,8 @@ class EagleDrafter:
         if not able:
             return drafts
         length = max(want.length for _, _, want in able)
+        if self._parts.captures.enabled:  # few lengths, so that few launches are captured
+            length = next((level for level in LEVELS if level >= length), length)
         grown = self._grown([(tail, want.context) for _, tail, want in able], length).tolist()
         for (i, _, want), rows in zip(able, grown, strict=True):
             drafts[i] = self._draft(rows, want.length)

@@ -49,6 +49,9 @@ class Guesser:
 
     def landed(self, context: Context, landed: Landed) -> None:
         self.live.add(context.id)
+        if not landed.chosen:
+            assert landed.draft is None and not landed.path
+            return
         assert len(landed.chosen) == 1 + (len(landed.draft) if landed.draft else 0)
         at = (-1, *landed.path)
         self.told.setdefault(context.id, []).extend(landed.chosen[1 + n] for n in at)

@@ -192,7 +192,7 @@ def test_captured_drafts_are_those_that_are_launched(most: int) -> None:
             who = context(str(number), texts[number][: end + 1])
             for drafter in drafters:
                 drafter.landed(who, told(at[number], states[number][at[number] : end]))
-            wants.append(Wanted(who, 3))
+            wants.append(Wanted(who, 5))
             at[number] = end
         plain, captured = (drafter.propose(wants) for drafter in drafters)
         assert plain == captured and None not in plain
