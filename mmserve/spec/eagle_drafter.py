@@ -22,7 +22,7 @@ from mmserve.spec.head_kv import HeadKV
 from mmserve.spec.target_parts import TargetParts
 
 WINDOW = 256  # tokens that the head sees
-BRANCHES = 8  # of a tree, at each level
+BRANCHES = 8  # of a tree at each level, at most: half as many as it has tokens
 LEVELS = (2, 5, 8, 16)
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # sequences; more are not captured
 
@@ -146,7 +146,8 @@ class EagleDrafter:
             [tail.first for tail, _ in tails],
             [context.token_ids[tail.end] for tail, context in tails],
         ]
-        shape = Size(length, BRANCHES, self._most) if self._most else Size(length, 1, length)
+        width = min(BRANCHES, max(self._most // 2, 1))
+        shape = Size(length, width, self._most or length)
         return self._launch(shape, known, ints, lambda rows, at: self._growth.grow(rows, at, shape))
 
     def _launch(
