@@ -23,7 +23,7 @@ from mmserve.spec.target_parts import TargetParts
 
 WINDOW = 256  # tokens that the head sees
 BRANCHES = 8  # of a tree at each level, at most: half as many as it has tokens
-LEVELS = (2, 5, 8, 16)
+LEVELS = (2, 5, 8, 16)  # how deep captured drafts are
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # sequences; more are not captured
 
 
