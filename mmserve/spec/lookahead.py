@@ -30,6 +30,7 @@ class _Ahead:
     the newest last, in the order in which they were last added to."""
 
     random: Random
+    known: int  # tokens behind which its first column stands
     levels: list[list[int]] = field(default_factory=list)
     pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
 
@@ -60,18 +61,13 @@ class LookaheadDrafter:
         ahead = self._ahead.get(context.id)
         if ahead is None or not landed.chosen:
             return
-        come = len(landed.path) + 1  # tokens that are known now and were not before
         if landed.draft is not None:
             self._deepen(ahead, landed.draft, landed.chosen)
-        dropped = len(ahead.levels) == self._ngram
-        if dropped:
-            del ahead.levels[0]
-        # Each column stands for a place in the text. A level that went moved all by one.
-        self._move(ahead, context, come - dropped)
-        tokens = context.token_ids
-        for end in range(len(tokens) - come + 1, len(tokens) + 1):
-            if end >= self._ngram:
-                self._remember(ahead, tuple(tokens[end - self._ngram : end]))
+        if len(ahead.levels) == self._ngram:
+            del ahead.levels[0]  # the next one stands a place further on
+            ahead.known += 1
+            self._learn(ahead, context, ahead.known)
+        self._follow(ahead, context)
 
     def end(self, context: Context) -> None:
         self._ahead.pop(context.id, None)
@@ -81,8 +77,10 @@ class LookaheadDrafter:
             return None
         ahead = self._ahead.get(context.id)
         if ahead is None:
-            ahead = self._ahead[context.id] = _Ahead(Random(len(context.token_ids)))
+            known = len(context.token_ids)
+            ahead = self._ahead[context.id] = _Ahead(Random(known), known)
             ahead.levels.append(_any(ahead, context, self._window))
+        self._follow(ahead, context)
         branches = Branches()
         for following in ahead.pool.get(context.token_ids[-1], ()):
             parent = ROOT
@@ -123,10 +121,20 @@ class LookaheadDrafter:
                 number = None if number is None else numbers.get((number, token))
             yield number
 
-    def _move(self, ahead: _Ahead, context: Context, places: int) -> None:
-        places = min(places, self._window)
-        for level in ahead.levels:
+    def _follow(self, ahead: _Ahead, context: Context) -> None:
+        """Each column stands for a place in the text: those that are known now go."""
+        known = len(context.token_ids)
+        for end in range(ahead.known + 1, known + 1):
+            self._learn(ahead, context, end)
+        places = min(known - ahead.known, self._window)
+        ahead.known = known
+        for level in ahead.levels if places > 0 else ():
             level[:] = level[places:] + _any(ahead, context, places)
+
+    def _learn(self, ahead: _Ahead, context: Context, end: int) -> None:
+        """The n-gram that the text itself has there."""
+        if end >= self._ngram:
+            self._remember(ahead, tuple(context.token_ids[end - self._ngram : end]))
 
     def _remember(self, ahead: _Ahead, gram: tuple[int, ...]) -> None:
         first, following = gram[0], gram[1:]

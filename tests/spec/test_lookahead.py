@@ -103,6 +103,9 @@ def test_columns_keep_their_places_through_steps_without_a_draft() -> None:
     assert drafter.propose([Wanted(context, 3)]) == [Draft.chain([2, 3, 4])]
     drafter.landed(context, checked(None, tokens, place))
     assert drafter.propose([Wanted(context, 3)]) == [Draft.chain([3, 4, 5])]
+    tokens.append(3)  # of which it is not told
+    [draft] = drafter.propose([Wanted(context, 3)])
+    assert draft and draft.tokens[:2] == (4, 5)
 
 
 def test_the_pool_is_bounded() -> None:
