@@ -45,7 +45,11 @@ class Collector:
     def __init__(
         self, loaded: Loaded, taps: Sequence[int], dtype: torch.dtype, longest: int
     ) -> None:
-        """`longest`: rows of a chat; what is behind is left out."""
+        """`longest`: rows of a chat; what is behind is left out. Raises ValueError for a layer that
+        the model does not have."""
+        count = len(loaded.lm.get_decoder().layers)
+        if strange := [tap for tap in taps if not FINAL <= tap < count]:
+            raise ValueError(f"{loaded.name} has layers 0 to {count - 1}, no {strange[0]}")
         self._lm: Any = loaded.lm.to(dtype)
         self._loaded, self._taps, self._dtype = loaded, tuple(taps), dtype
         self._longest, self._device = longest, loaded.device

@@ -131,6 +131,11 @@ def test_other_layers_can_be_read(tmp_path: Path, chats: list[Chat]) -> None:
     assert head.fc is not None
 
 
+def test_a_layer_that_is_not_there_is_refused(tmp_path: Path, chats: list[Chat]) -> None:
+    with pytest.raises(ValueError, match="tiny has layers 0 to 2, no 3"):
+        train(chats, options(tmp_path, "eagle", taps=(0, 3)))
+
+
 def test_what_is_collected_is_what_the_model_makes_of_each_token(chats: list[Chat]) -> None:
     loaded = counting_model()
     some = [next(c for c in chats if c.kind == kind) for kind in ("text", "image")]
