@@ -93,7 +93,7 @@ class SpecConfig:
     method: str | None = "auto"
     model: str | None = None  # of a head or a draft model: a folder or hub id
     num_speculative_tokens: int | None = None  # how far ahead a draft reaches, at most
-    tree_tokens: int | None = None  # of a head's draft; 0: a chain; None: 0 on a CPU
+    tree_tokens: int | None = None  # of a head's draft; 0: a chain; None: by the device
     adaptive: bool = True  # False: always as far as it may, also where that does not pay
     # ngram: how many of the last tokens have to occur earlier, at least and at most.
     prompt_lookup_min: int = 2

@@ -220,7 +220,8 @@ class CUDARunner(ModelRunner):
         layout = self._layout.step(chunks)
         embeds, extra = self._embed_rows(layout, chunks) if layout.images else (None, None)
         joined = self._run(layout, embeds, extra)
-        self._taps.hear(self.heard, joined, zip(chunks, layout.last, strict=True))
+        if self.hears:
+            self._taps.hear(self.heard, joined, zip(chunks, layout.last, strict=True))
         return self._taps.hidden(joined), layout.last
 
     def _embed_rows(self, layout: Layout, chunks: list[Chunk]) -> tuple[Tensor, dict[str, Any]]:

@@ -33,6 +33,7 @@ from mmserve.spec.verify import accepted
 # Where more sequences than these decode, a drafter hears of their steps only while it drafts: most
 # of the time, drafts do not pay there, and telling costs as much as a small model's step.
 ALWAYS_HEARD = 8
+REST = 3  # steps in which they then do not even think of it
 
 
 @dataclass
@@ -70,18 +71,23 @@ class Drafting:
         self._planned: Mapping[str, int] = {}
         self._tries: dict[str, _Try] = {}  # of the step that is launched next, or in the air
         self._seconds = 0.0  # that its drafts took
-        self._hears = True  # whether the drafter is told of steps
+        self.hears = True  # whether the drafter is told of steps
+        self._rested = 0  # steps since drafts were last thought of
 
     # -- before a step --------------------------------------------------------------------------
 
     def wants(self, lives: Iterable[Live]) -> bool:
         """Whether to land what is in the air, so that drafts can be made now."""
+        if not self.hears and self._rested < REST:
+            self._rested += 1
+            return False
+        self._rested = 0
         ready = [(live.request.id, bool(live.seq.images)) for live in lives if live.decodes]
         if self._control is not None:
             self._planned = self._control.plan(ready)
         else:
             self._planned = {name: self._length for name, _ in ready}
-        self._hears = len(ready) <= ALWAYS_HEARD or bool(self._planned)
+        self.hears = len(ready) <= ALWAYS_HEARD or bool(self._planned)
         return bool(self._planned)
 
     def propose(self, lives: Mapping[str, Live]) -> Mapping[str, Draft]:
@@ -136,7 +142,7 @@ class Drafting:
         path: tuple[int, ...] = (),
     ) -> None:
         """The sequence has what a step made of it."""
-        if chunk.decodes and not self._hears:
+        if chunk.decodes and not self.hears:
             return
         tokens = tuple(token.token_id for token in chosen)
         first, features = _features(chunk, heard, path)

@@ -228,9 +228,12 @@ class Engine:
         drafting = self.drafting
         if drafting is None:
             return {}
-        wanted = drafting.wants(self._live.values())
-        if wanted or (self._flight is not None and self._flight.batch.has_drafts):
+        if self._flight is not None and self._flight.batch.has_drafts:
             self._land()
+        wanted = drafting.wants(self._live.values())
+        if wanted:
+            self._land()
+        self.runner.hears = drafting.hears
         return drafting.propose(self._live) if wanted else {}
 
     def _launch(self, batch: Batch, started: float) -> Flight:
@@ -295,8 +298,8 @@ class Engine:
     def _tell(self, drafting: Drafting, flight: Flight, seconds: float) -> None:
         """A drafter hears of prompts under way, too."""
         for chunk in flight.batch.chunks:
-            live = self._live.get(chunk.seq.id)
-            if live is not None and live.seq is chunk.seq and not chunk.samples:
+            live = None if chunk.samples else self._live.get(chunk.seq.id)
+            if live is not None and live.seq is chunk.seq:
                 drafting.landed(live, chunk, flight.heard)
         drafting.stepped(flight.batch, seconds)
 

@@ -266,6 +266,7 @@ class ModelRunner:
     def _listen(self, layers: Sequence[int]) -> None:
         self._taps = Taps(self.adapter.decoder.layers, layers, self.adapter.hidden_size)
         self.heard: Heard = {}  # of the last step
+        self.hears = True  # may be unset for steps of which nobody wants to know
 
     @torch.inference_mode()
     def run(self, batch: Batch, previous: Tensor | None = None) -> Logits | None:
@@ -281,7 +282,8 @@ class ModelRunner:
         step = self._step(step_input.plans)
         where, regimes = step_input.positions, step_input.regimes
         joined = self._taps.join(self.adapter.decode(embeds, where, step, regimes, **extra))
-        self._taps.hear(self.heard, joined, zip(step_input.order, step_input.last, strict=True))
+        if self.hears:
+            self._taps.hear(self.heard, joined, zip(step_input.order, step_input.last, strict=True))
         hidden = self._taps.hidden(joined)
         rows = chosen_rows(step_input.order, step_input.last)
         if not rows:

@@ -23,7 +23,7 @@ class Guesser:
         self.told: dict[str, list[int]] = {}  # what came since the last cut, by request
         self.said: dict[str, int] = {}  # tokens, with those before
         self.live: set[str] = set()
-        self.right = 0
+        self.right = self.shortest = 0
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
         return [self._guess(*each) for each in wanted]
@@ -31,7 +31,11 @@ class Guesser:
     def _guess(self, context: Context, length: int) -> Draft | None:
         self.live.add(context.id)
         said = self.said.get(context.id, 0)
-        rest = list(self.answers[context.id][said : said + self.random.randint(0, length)])
+        rest = list(
+            self.answers[context.id][
+                said : said + self.random.randint(min(self.shortest, length), length)
+            ]
+        )
         tokens: list[int] = []
         parents: list[int] = []
         parent = -1

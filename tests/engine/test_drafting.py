@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from mmserve.engine.drafting import Drafting
 from mmserve.engine.engine import Engine
+from mmserve.engine.model_runner import Logits
 from mmserve.request import Constraint, SamplingParams, Segment, Streaming, TokenEvent
+from mmserve.scheduler.batch import Batch
 from tests.engine.driver import GREEDY, Driver, picture, words
 from tests.engine.guessing import Guesser
 from tests.engine.test_windows import KINDS, windowed_model
@@ -187,6 +190,28 @@ def test_an_abort_in_the_middle_of_a_draft_leaves_nothing() -> None:
     d.run()
     assert d.tokens(second) == answer and not guesser.live
     d.assert_idle()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_one_draft_follows_another(overlaps: bool) -> None:
+    """Where steps overlap, too: none goes by without."""
+    plain, assisted = (Driver(build_tiny(tiny_config(dtype="int8"))) for _ in range(2))
+    assisted.engine.overlaps = overlaps
+    drafted: list[bool] = []
+    run = assisted.engine.runner.run
+
+    def watch(batch: Batch, previous: Tensor | None = None) -> Logits | None:
+        drafted.extend(chunk.draft is not None for chunk in batch.chunks if chunk.decodes)
+        return run(batch, previous)
+
+    assisted.engine.runner.run = watch  # type: ignore[method-assign]
+    plain.submit((words(1, 30),), LONG)
+    plain.run()
+    guesser = assist(assisted, {"0": plain.tokens("0")}, Guesses(1.0, 8))
+    guesser.shortest = 8
+    assisted.submit((words(1, 30),), LONG)
+    assisted.run()
+    assert drafted == [True] * 5  # of 40 tokens the prompt brings one, each draft of 8 nine
 
 
 def test_what_drafts_did_is_counted() -> None:
