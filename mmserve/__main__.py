@@ -140,7 +140,15 @@ def _bench_restore(args: argparse.Namespace) -> None:
     bench_restore(suite, engine_config(args).model)
 
 
+def _bench_drafts(args: argparse.Namespace) -> None:
+    from mmserve.bench.drafts import DraftSuite, bench_drafts
+
+    suite = DraftSuite(json=args.json, command=shlex.join(["mmserve", *sys.argv[1:]]))
+    bench_drafts(suite, engine_config(args))
+
+
 SUITES = {
+    "drafts": _bench_drafts,
     "engine": _bench_engine,
     "families": _bench_families,
     "kernels": _bench_kernels,
