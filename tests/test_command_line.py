@@ -13,7 +13,7 @@ import pytest
 
 from mmserve import __version__
 from mmserve.__main__ import build_parser, data_dir
-from mmserve.config import MIB, EngineConfig, TierConfig
+from mmserve.config import MIB, EngineConfig, SpecConfig, TierConfig
 from mmserve.engine_flags import engine_config, tier_config
 from tests.model import families
 
@@ -292,3 +292,35 @@ def test_chat_answers_about_a_picture(tmp_path: Path) -> None:
     result = run("chat", str(file), "What color is the circle?")
     assert result.returncode == 0, result.stderr
     assert "red" in result.stdout.lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("none", SpecConfig(method=None)),
+        ("suffix", SpecConfig("suffix")),
+        ('{"method": "ngram", "prompt_lookup_max": 4}', SpecConfig("ngram", prompt_lookup_max=4)),
+        ('{"model": "small"}', SpecConfig("draft_model", "small")),
+        ('{"method": "eagle3", "model": "x"}', SpecConfig("eagle", "x")),
+    ],
+)
+def test_drafting_is_named_in_a_word_or_in_vllm_s(text: str, config: SpecConfig) -> None:
+    assert parse("--speculative-config", text).speculative == config
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("fast", "method 'fast' is none of auto, ngram"),
+        ('{"method": "ngram", "tokens": 3}', "'tokens' is none of method, model"),
+        ('{"method": "ngram", "num_speculative_tokens": 64}', "64 is not between 1 and 63"),
+        ('{"method": "ngram", "num_speculative_tokens": "3"}', "'3' is no int"),
+        ('{"method": "ngram", "model": "x"}', "the method ngram takes no model"),
+        ('{"method": "draft_model"}', "draft_model needs a model"),
+        ("{", "is no JSON object"),
+    ],
+)
+def test_drafting_that_cannot_be_is_refused_in_one_sentence(
+    text: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refusal(capsys, "serve", "--speculative-config", text)
