@@ -5,12 +5,16 @@ guessed (mmserve.spec), of pages or of queues.
 
 A draft can only be made behind a token that the host knows, so a step with drafts has landed before
 the next is scheduled. Steps without drafts go on overlapping.
+
+No answer needs a drafter, so one that fails ends none: it is not asked again.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +33,8 @@ from mmserve.spec.control import Control, Outcome
 from mmserve.spec.draft import Draft
 from mmserve.spec.drafter import Context, Drafter, Landed, Wanted
 from mmserve.spec.verify import accepted
+
+logger = logging.getLogger(__name__)
 
 # Where more sequences than these decode, a drafter hears of their steps only while it drafts: most
 # of the time, drafts do not pay there, and telling costs as much as a small model's step.
@@ -73,12 +79,13 @@ class Drafting:
         self._seconds = 0.0  # that its drafts took
         self.hears = True  # whether the drafter is told of steps
         self._rested = 0  # steps since drafts were last thought of
+        self._failed = False
 
     # -- before a step --------------------------------------------------------------------------
 
     def wants(self, lives: Iterable[Live]) -> bool:
         """Whether to land what is in the air, so that drafts can be made now."""
-        if not self.hears and self._rested < REST:
+        if self._failed or (not self.hears and self._rested < REST):
             self._rested += 1
             return False
         self._rested = 0
@@ -102,7 +109,9 @@ class Drafting:
         if not wanted:
             return {}
         started = time.monotonic()
-        drafts = self.drafter.propose(list(wanted.values()))
+        drafts: list[Draft | None] = [None] * len(wanted)
+        with self._careful():
+            drafts = self.drafter.propose(list(wanted.values()))
         found = {}
         for (name, want), draft in zip(wanted.items(), drafts, strict=True):
             draft = draft and draft.shortened(want.length)
@@ -147,7 +156,9 @@ class Drafting:
         tokens = tuple(token.token_id for token in chosen)
         first, features = _features(chunk, heard, path)
         landed = Landed(chunk.draft, tokens, path, first, features)
-        self.drafter.landed(self._course(live).context, landed)
+        if not self._failed:
+            with self._careful():
+                self.drafter.landed(self._course(live).context, landed)
 
     def stepped(self, batch: Batch, seconds: float) -> None:
         """A whole step has landed, `seconds` after the one before, or after it was begun."""
@@ -164,10 +175,20 @@ class Drafting:
     def end(self, live: Live) -> None:
         """Nothing more comes of a request, or nothing of it as it is laid out now."""
         course = self._courses.pop(live.request.id, None)
-        if course is not None:
-            self.drafter.end(course.context)
+        if course is not None and not self._failed:
+            with self._careful():
+                self.drafter.end(course.context)
         if self._control is not None:
             self._control.forget(live.request.id)
+
+    @contextmanager
+    def _careful(self) -> Iterator[None]:
+        """Around each call of the drafter."""
+        try:
+            yield
+        except Exception:
+            logger.exception("drafting by %s failed, and is off from now on", self.drafter.name)
+            self._failed, self.hears = True, False
 
     def _course(self, live: Live) -> _Course:
         request, seq = live.request, live.seq

@@ -214,6 +214,26 @@ def test_one_draft_follows_another(overlaps: bool) -> None:
     assert drafted == [True] * 5  # of 40 tokens the prompt brings one, each draft of 8 nine
 
 
+@pytest.mark.parametrize("what", ["propose", "landed", "end"])
+def test_a_drafter_that_fails_ends_no_answer(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, assisted = (Driver(build_tiny(tiny_config(dtype="int8"))) for _ in range(2))
+    answers = {str(n): plain.ask(words(n, 20), params=LONG) for n in range(3)}
+    guesser = assist(assisted, answers, Guesses(1.0))
+    calls = []
+
+    def fail(*_: object) -> None:
+        calls.append(what)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(guesser, what, fail)
+    for n in range(3):
+        assert assisted.ask(words(n, 20), params=LONG) == answers[str(n)]
+    assert len(calls) == 1 and "off from now on" in caplog.text
+    assisted.assert_idle()
+
+
 def test_what_drafts_did_is_counted() -> None:
     plain, assisted = (Driver(build_tiny(tiny_config(dtype="int8"))) for _ in range(2))
     compare(plain, assisted, [((9, "a", 12), LONG), ((30,), LONG)], Guesses(1.0))
