@@ -21,9 +21,9 @@ install: .venv/.installed
 serve: install
 	@$(BIN)/mmserve serve --port $(PORT) $(ARGS)
 
-# pytest comes last, so that its summary is the last line.
+# pytest comes last, so that its summary is the last line. A test uses one core, so two run at once.
 test: .venv/.installed-dev browser lint page-test
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
