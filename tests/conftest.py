@@ -30,6 +30,7 @@ os.environ["MMSERVE_DATA_DIR"] = "none"
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before names are made of the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of several processes one alone has the default model, which takes gigabytes."""
     for item in items:
