@@ -21,9 +21,11 @@ install: .venv/.installed
 serve: install
 	@$(BIN)/mmserve serve --port $(PORT) $(ARGS)
 
-# pytest comes last, so that its summary is the last line. A test uses one core, so two run at once.
+# pytest comes last, so that its summary is the last line. A test uses one core, so two run at once, but
+# those of the default model, which takes gigabytes.
 test: .venv/.installed-dev browser lint page-test
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not model'
+	$(BIN)/pytest -m model
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

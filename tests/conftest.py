@@ -30,14 +30,6 @@ os.environ["MMSERVE_DATA_DIR"] = "none"
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-@pytest.hookimpl(tryfirst=True)  # before names are made of the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several processes one alone has the default model, which takes gigabytes."""
-    for item in items:
-        if item.get_closest_marker("model"):
-            item.add_marker(pytest.mark.xdist_group("default model"))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """For tiny tensors: on a busy machine, waiting for a second thread costs far more."""
