@@ -6,6 +6,8 @@ the answers they are held to are those of transformers' `generate`, in float32 o
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -121,10 +123,14 @@ def _as_trained(model: Any) -> None:
 
 
 @pytest.fixture(scope="module", params=[*families.VISION, *families.TEXT])
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Family]:
     name: str = request.param
     folder = families.build(name, tmp_path_factory.getbasetemp() / "families")
-    return Family(name, folder, open_border(folder))
+    yield Family(name, folder, open_border(folder))
+    _answer.cache_clear()
+    gc.collect()  # drivers and their engines refer to one another, and pools are large
 
 
 def test_alone_cached_and_again_in_a_crowd(family: Family) -> None:
