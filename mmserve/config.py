@@ -79,7 +79,7 @@ class TierConfig:
     object_store: str | None = None  # its URL, as obstore takes it
 
 
-MOST_DRAFTED = 63  # tokens
+MOST_DRAFTED = 63  # tokens of one draft
 METHODS = ("auto", "ngram", "suffix", "draft_model", "medusa", "eagle", "lookahead")
 
 

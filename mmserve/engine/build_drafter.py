@@ -44,12 +44,13 @@ def build_drafter(config: EngineConfig, runner: ModelRunner, loaded: Loaded) -> 
     if spec.method is None or (spec.method == "auto" and not has_head("eagle", loaded.name)):
         return None
     drafter, length = _drafter(spec, config, runner, loaded)
-    if isinstance(drafter, LookaheadDrafter):
-        return Built(drafter, length, Control(length, length) if spec.adaptive else None, True)
-    length = spec.num_speculative_tokens or length
+    whole = isinstance(drafter, LookaheadDrafter)  # a part of its draft is worth nothing
+    if not whole:
+        length = spec.num_speculative_tokens or length
     heads = spec.method in ("auto", "medusa", "eagle")
-    trees = heads and _tree_tokens(spec, runner) > 0
-    return Built(drafter, length, Control(length) if spec.adaptive else None, trees)
+    trees = whole or (heads and _tree_tokens(spec, runner) > 0)
+    control = Control(length, length if whole else 1) if spec.adaptive else None
+    return Built(drafter, length, control, trees)
 
 
 def _drafter(

@@ -22,7 +22,6 @@ from mmserve.engine.graphs import URGENT, Graphs
 from mmserve.engine.model_runner import Logits, ModelRunner
 from mmserve.engine.plan import StepInput, chosen_rows
 from mmserve.engine.rehearsal import Rehearsal
-from mmserve.engine.taps import FINAL
 from mmserve.engine.transfer import resolve_pending, send, upload
 from mmserve.engine.vision_stream import CapturedTower, VisionStream
 from mmserve.kernels import work
@@ -40,6 +39,7 @@ from mmserve.model.fuse import fuse
 from mmserve.model.weights import Loaded
 from mmserve.request import ImageInput
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
+from mmserve.spec.drafter import FINAL
 
 # Steps of at most so many rows are captured; longer ones hide their launches behind their work.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from mmserve.scheduler.batch import Chunk
 from mmserve.sequence import Sequence
-
-FINAL = -1  # the number of what the final norm gives
+from mmserve.spec.drafter import FINAL
 
 
 class Part(NamedTuple):
@@ -64,13 +63,17 @@ class Taps:
         """[T, width] of what was joined."""
         return joined[:, : self._width]
 
+    def features(self, joined: Tensor) -> Tensor:
+        """[T, F] of what was joined."""
+        return joined[:, self._width :] if self._hooks else joined
+
     def hear(self, heard: Heard, joined: Tensor, chunks: Iterable[tuple[Chunk, int]]) -> None:
         """Add what was given of chunks, each with its last row: of their text behind the last of
         their images, and of their drafts."""
         if not self._order:
             return
         # One copy for all: a captured step's output is soon another's.
-        features = (joined[:, self._width :] if self._hooks else joined).clone()
+        features = self.features(joined).clone()
         for chunk, last in chunks:
             first = max([chunk.start, *(c.placed.text_index for c in chunk.images)])
             rows = chunk.num_rows if not chunk.images else chunk.start + chunk.count - first

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmserve.spec.drafter import Context, Draft, Drafter, Landed, Wanted
+from mmserve.spec.draft import Draft
+from mmserve.spec.drafter import Context, Drafter, Landed, Wanted
 
 
 class ChainedDrafter:

@@ -9,7 +9,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-MOST_TOKENS = 63  # of one draft: a mask of 64 bits says who sees whom, the last known token too
+from mmserve.config import MOST_DRAFTED
+
+MOST_TOKENS = MOST_DRAFTED  # a mask of 64 bits says who sees whom, the last known token too
 
 
 @dataclass(frozen=True)

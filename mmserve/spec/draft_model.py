@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from mmserve.spec.drafter import Context, Draft, Landed, Wanted
+from mmserve.spec.draft import Draft
+from mmserve.spec.drafter import Context, Landed, Wanted
 
 PART = 1024  # tokens of a long prompt that are taken in at once
 

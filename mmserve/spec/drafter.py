@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from mmserve.spec.draft import MOST_TOKENS as MOST_TOKENS
-from mmserve.spec.draft import Draft as Draft
+from mmserve.spec.draft import Draft
+
+FINAL = -1  # the tap behind the target's final norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,7 @@ class Drafter(Protocol):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Whose output it has to see: decoder layers by number; -1: after the final norm."""
+        """Whose output it has to see: decoder layers by number, or FINAL."""
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
         """A guess for each, or None."""

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmserve.spec.drafter import FINAL
 from mmserve.spec.head_files import HeadError, HeadFile
 from mmserve.spec.target_parts import TargetParts
 
-FINAL = -1  # the tap behind the final norm
 LAYER = "midlayer."
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 

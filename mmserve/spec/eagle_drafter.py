@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmserve.spec.drafter import MOST_TOKENS, Context, Draft, Landed, Wanted
+from mmserve.spec.draft import MOST_TOKENS, Draft
+from mmserve.spec.drafter import Context, Landed, Wanted
 from mmserve.spec.eagle import EagleHead, turns
 from mmserve.spec.eagle_tree import Growth, Size
 from mmserve.spec.head_kv import HeadKV

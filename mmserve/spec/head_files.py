@@ -8,7 +8,6 @@ may be 8-bit. Knows nothing of what the tensors are for. The form of 8-bit matri
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmserve.errors import first_line
+from mmserve.whole_file import replacing
 
 SCALE = ".scale"
 WEIGHTS = "model.safetensors"
@@ -79,11 +79,10 @@ def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     """Whole or not at all, file by file; a folder that is there is written over."""
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(held, folder / (WEIGHTS + ".part"), metadata={"format": "pt"})
-    os.replace(folder / (WEIGHTS + ".part"), folder / WEIGHTS)
-    part = folder / "config.json.part"
-    part.write_text(json.dumps(dict(config), indent=2) + "\n", "utf-8")
-    os.replace(part, folder / "config.json")
+    with replacing(folder / WEIGHTS) as part:
+        save_file(held, part, metadata={"format": "pt"})
+    with replacing(folder / "config.json") as part:
+        part.write_text(json.dumps(dict(config), indent=2) + "\n", "utf-8")
 
 
 def narrowed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from mmserve.spec.branches import ROOT, Branches
-from mmserve.spec.draft import MOST_TOKENS
-from mmserve.spec.drafter import Context, Draft, Landed, Wanted
+from mmserve.spec.draft import MOST_TOKENS, Draft
+from mmserve.spec.drafter import Context, Landed, Wanted
 
 POOL = 4096  # first tokens whose n-grams are remembered, by sequence
 

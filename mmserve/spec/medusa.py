@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmserve.spec.drafter import Context, Draft, Landed, Wanted
+from mmserve.spec.draft import Draft
+from mmserve.spec.drafter import FINAL, Context, Landed, Wanted
 from mmserve.spec.head_files import HeadError, HeadFile
 from mmserve.spec.target_parts import Linear, TargetParts
 
@@ -128,7 +129,7 @@ class MedusaDrafter:
     """Trees of the heads' best guesses, of at most `most` tokens; 0: chains."""
 
     name = "medusa"
-    taps = (-1,)
+    taps = (FINAL,)
 
     def __init__(self, medusa: Medusa, most: int = 0) -> None:
         self._medusa, self._most = medusa, most

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmserve.spec.drafter import Context, Draft, Landed, Wanted
-from mmserve.spec.index import Index, Place
+from mmserve.spec.draft import Draft
+from mmserve.spec.drafter import Context, Landed, Wanted
+from mmserve.spec.index import Place
+from mmserve.spec.own_texts import OwnTexts
 
 LOOKS = 32  # earlier places that are compared
-PART = 4096  # tokens of a long prompt that are taken in after one step
 
 
 class NgramDrafter:
@@ -24,28 +25,19 @@ class NgramDrafter:
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         assert 0 < prompt_lookup_min <= prompt_lookup_max, "matches have a length"
         self._longest = prompt_lookup_max
-        self._sizes = sorted({prompt_lookup_min, prompt_lookup_max})
-        self._indices: dict[str, Index] = {}
+        self._texts = OwnTexts(sorted({prompt_lookup_min, prompt_lookup_max}))
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
         return [self._guess(context, length) for context, length in wanted]
 
     def landed(self, context: Context, landed: Landed) -> None:
-        if not landed.chosen:  # a prompt is under way, and long: its index grows along with it
-            self._index(context).grow(PART)
+        self._texts.landed(context, landed)
 
     def end(self, context: Context) -> None:
-        self._indices.pop(context.id, None)
-
-    def _index(self, context: Context) -> Index:
-        index = self._indices.get(context.id)
-        if index is None:
-            index = self._indices[context.id] = Index(context.token_ids, self._sizes)
-        return index
+        self._texts.end(context)
 
     def _guess(self, context: Context, length: int) -> Draft | None:
-        index = self._index(context)
-        index.grow()
+        index = self._texts.index(context)
         best: Place | None = None
         for place in index.search(context.token_ids, self._longest, LOOKS):
             if best is None or place.matched > best.matched:

@@ -19,15 +19,16 @@ from typing import NamedTuple
 
 from mmserve.spec.answers import END, Answers, Subject
 from mmserve.spec.branches import ROOT, Branches
-from mmserve.spec.drafter import Context, Draft, Landed, Wanted
+from mmserve.spec.draft import Draft
+from mmserve.spec.drafter import Context, Landed, Wanted
 from mmserve.spec.index import Index
+from mmserve.spec.own_texts import OwnTexts
 
 TAIL = 64  # tokens of the question that are filed with its answer
 LONGEST = 32  # tokens of a match: longer ones are no better
 LOOKS = 16  # places of one index that are compared
 VOTERS = 8  # places that have a say, of those that matched longest
 OWN_SIZES = (1, 3)
-PART = 4096  # tokens of a long prompt that are taken in after one step
 DOUBT = (
     4.0  # places that say something else, over the match's length: as prose and programs have it
 )
@@ -66,35 +67,26 @@ class SuffixDrafter:
         self._least = least
         self._sure = sure
         self._answers = Answers(num_bytes)
-        self._own: dict[str, Index] = {}
+        self._own = OwnTexts(OWN_SIZES)
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
         return [self._guess(context, length) for context, length in wanted]
 
     def landed(self, context: Context, landed: Landed) -> None:
-        if not landed.chosen:  # a prompt is under way, and long: its index grows along with it
-            self._index(context).grow(PART)
+        self._own.landed(context, landed)
 
     def end(self, context: Context) -> None:
         """Its answer is remembered, with the end of the question that it answers."""
-        self._own.pop(context.id, None)
+        self._own.end(context)
         prompt = context.num_prompt_tokens
         if len(context.token_ids) > prompt:
             answer = context.token_ids[max(prompt - TAIL, 0) :]
             for subject in (*_images(context), _anything(context)):
                 self._answers.file(subject, answer)
 
-    def _index(self, context: Context) -> Index:
-        index = self._own.get(context.id)
-        if index is None:
-            index = self._own[context.id] = Index(context.token_ids, OWN_SIZES)
-        return index
-
     def _guess(self, context: Context, length: int) -> Draft | None:
-        own = self._index(context)
-        own.grow()
         about = [index for s in _images(context) if (index := self._answers.about(s))]
-        voters, longest = _voters([own, *about], context.token_ids)
+        voters, longest = _voters([self._own.index(context), *about], context.token_ids)
         if longest < LONGEST and (others := self._answers.about(_anything(context))):
             of_others, longer = _voters([others], context.token_ids)
             if longer > longest:

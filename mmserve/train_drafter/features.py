@@ -8,7 +8,7 @@ image tokens see their own image, text sees all before it).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from mmserve.config import ImageLimits
+from mmserve.engine.taps import Taps
 from mmserve.model.loader import LoadedModel
 from mmserve.model.weights import Loaded
+from mmserve.spec.drafter import FINAL
 from mmserve.train_drafter.corpus import Corpus
 from mmserve.train_drafter.pictures import picture
 from mmserve.train_drafter.writing import PICTURES, Chat
 from mmserve.vision.preprocess import decode
 
 MOST_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 10}  # of a batch, with its padding
-FINAL = -1
 
 
 class _Rows(NamedTuple):
@@ -150,33 +151,17 @@ class Collector:
         if rows.images:
             sees = _seen(rows.image_of.to(self._device))
             mask = torch.zeros_like(sees, dtype=self._dtype).masked_fill(~sees, float("-inf"))
-        with self._listening() as heard:
-            out = self._lm.get_decoder()(
+        decoder = self._lm.get_decoder()
+        with closing(Taps(decoder.layers, self._taps, embeds.shape[-1])) as taps:
+            out = decoder(
                 inputs_embeds=embeds,
                 attention_mask=mask,
                 position_ids=torch.arange(length, device=self._device)[None],
                 use_cache=False,
             )
-        last = out.last_hidden_state
-        return torch.cat([last if t == FINAL else heard[t] for t in self._taps], -1), last
-
-    @contextmanager
-    def _listening(self) -> Iterator[dict[int, Tensor]]:
-        heard: dict[int, Tensor] = {}
-        layers = self._lm.get_decoder().layers
-
-        def keep(tap: int) -> Callable[..., None]:
-            def hook(_: Any, __: Any, out: Any) -> None:
-                heard[tap] = out if isinstance(out, Tensor) else out[0]
-
-            return hook
-
-        hooks = [layers[tap].register_forward_hook(keep(tap)) for tap in self._taps if tap >= 0]
-        try:
-            yield heard
-        finally:
-            for hook in hooks:
-                hook.remove()
+            last = out.last_hidden_state
+            features = taps.features(taps.join(last.flatten(0, 1)))
+        return features.view(*last.shape[:2], -1), last
 
 
 def _length(chat: Chat) -> int:

@@ -22,7 +22,8 @@ from mmserve.config import EngineConfig, SpecConfig
 from mmserve.engine.engine import Engine
 from mmserve.model.loader import LoadedModel
 from mmserve.model.weights import Loaded, load
-from mmserve.spec.eagle import FINAL, EagleConfig, EagleHead
+from mmserve.spec.drafter import FINAL
+from mmserve.spec.eagle import EagleConfig, EagleHead
 from mmserve.spec.eagle_drafter import WINDOW
 from mmserve.spec.head_files import narrowed, widened, write_head
 from mmserve.spec.medusa import MedusaHeads

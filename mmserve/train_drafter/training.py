@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mmserve.train_drafter.corpus import Corpus
 from mmserve.train_drafter.unroll import Trained, Vocabulary, accepted_length, loss, right
+from mmserve.whole_file import replacing
 
 WARM_UP = 0.03  # of the whole training
 SAVE_S = 60.0  # between two states that are kept
@@ -130,7 +131,6 @@ class Training:
 
     def _keep(self) -> None:
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
-        part = self._state_file.with_suffix(".part")
         state = {
             "module": self._module.state_dict(),
             "optimiser": self._optimiser.state_dict(),
@@ -138,8 +138,8 @@ class Training:
             "epoch": self._epoch,
             "spent": self._spent,
         }
-        torch.save(state, part)
-        part.replace(self._state_file)
+        with replacing(self._state_file, lasts=False) as part:
+            torch.save(state, part)
 
 
 @torch.no_grad()

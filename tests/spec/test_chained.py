@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from mmserve.spec.chained import ChainedDrafter
-from mmserve.spec.drafter import Context, Draft, Landed, Wanted
+from mmserve.spec.draft import Draft
+from mmserve.spec.drafter import Context, Landed, Wanted
 from mmserve.spec.ngram import NgramDrafter
 from mmserve.spec.suffix import SuffixDrafter
 

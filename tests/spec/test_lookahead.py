@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmserve.spec.drafter import Context, Draft, Landed, Wanted
+from mmserve.spec.draft import Draft
+from mmserve.spec.drafter import Context, Landed, Wanted
 from mmserve.spec.lookahead import POOL, LookaheadDrafter
 
 Target = Callable[[list[int]], int]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmserve.spec.drafter import Context, Draft, Landed, Wanted
+from mmserve.spec.draft import Draft
+from mmserve.spec.drafter import Context, Landed, Wanted
 from mmserve.spec.ngram import NgramDrafter
 
 

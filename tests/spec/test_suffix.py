@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmserve.spec.drafter import Context, Draft, Landed, Wanted
+from mmserve.spec.draft import Draft
+from mmserve.spec.drafter import Context, Landed, Wanted
 from mmserve.spec.suffix import DOUBT, LEAST, SuffixDrafter
 
 CAT, DOG = b"c" * 32, b"d" * 32
@@ -33,7 +34,7 @@ def guess(
 ) -> Draft | None:
     context = Context("asking", tokens, len(tokens), images, tenant)
     [draft] = drafter.propose([Wanted(context, length)])
-    drafter._own.clear()  # the next guess is of another sequence
+    drafter._own.end(context)  # the next guess is of another sequence
     return draft
 
 
