@@ -182,7 +182,7 @@ def test_code_can_be_copied(server: Running, visit: Visit) -> None:
     tab.ask("Code, please")
     tab.wait("done")
     tab.page.evaluate(HEAR_LABELS)  # the button says so for a moment only
-    tab.page.get_by_role("button", name="Copy").click()
+    tab.page.get_by_role("button", name="Copy", exact=True).click()
     tab.page.wait_for_function("() => window.labels.includes('Copied')")
     copied = tab.page.evaluate("navigator.clipboard.readText()")
     assert copied == "def f(x: int) -> int:\n    return x  # comment"

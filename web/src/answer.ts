@@ -93,6 +93,8 @@ export interface AnswerStats {
   image: number;
   output: number;
   visionHits: number;
+  drafted: number;
+  accepted: number;
   ttftMs: number | null;
   tokensPerSecond: number | null;
 }
@@ -111,6 +113,8 @@ export function statsOf(answer: Answer): AnswerStats | null {
     image: usage.input_tokens_details?.image_tokens ?? 0,
     output: usage.output_tokens,
     visionHits: usage.cache?.vision_hits ?? 0,
+    drafted: timings?.draft_n ?? 0,
+    accepted: timings?.draft_n_accepted ?? 0,
     ttftMs: seen ?? told,
     tokensPerSecond:
       rate(timings?.predicted_n ?? 0, timings?.predicted_ms ?? 0) ??

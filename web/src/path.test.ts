@@ -15,7 +15,9 @@ function turn(
   return {
     id,
     conversationId: 'c',
-    position,
+    parentId: position === 0 ? null : `t${position - 1}`,
+    askId: id,
+    createdAt: position,
     text,
     pictureIds,
     answer: { ...newAnswer(0), ...answer },

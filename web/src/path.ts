@@ -6,23 +6,27 @@
 import { isContext } from './answer';
 import type { InputMessage } from './protocol';
 import type { Turn } from './store';
+import { pathTo } from './tree';
 import type { CallBody } from './transport';
 
 export type FileIds = ReadonlyMap<string, string>;
 
-/** The turns before `turn` that its answer builds on; failed ones leave no trace. */
-export function contextOf(turns: readonly Turn[], turn: Turn): Turn[] {
-  return turns.filter((other) => other.position < turn.position && isContext(other.answer));
+/** What a turn's request is made of; a turn that is not asked yet has no answer. */
+export type Asked = Pick<Turn, 'parentId' | 'text' | 'pictureIds'>;
+
+/** The turns above `turn` that its answer builds on; failed ones leave no trace. */
+export function contextOf(turns: readonly Turn[], turn: Asked): Turn[] {
+  return pathTo(turns, turn.parentId).filter(({ answer }) => isContext(answer));
 }
 
 /** `turn` after the stored response of its context. */
-export function chainBody(context: readonly Turn[], turn: Turn, files: FileIds): CallBody {
+export function chainBody(context: readonly Turn[], turn: Asked, files: FileIds): CallBody {
   const previous = context.at(-1)?.answer.responseId ?? null;
   return { input: [userMessage(turn, files)], previous_response_id: previous, store: true };
 }
 
 /** The whole conversation again, for a server that no longer holds the chain. */
-export function fullBody(context: readonly Turn[], turn: Turn, files: FileIds): CallBody {
+export function fullBody(context: readonly Turn[], turn: Asked, files: FileIds): CallBody {
   const input = context.flatMap((past): InputMessage[] => {
     const answer: InputMessage = {
       role: 'assistant',
@@ -36,7 +40,7 @@ export function fullBody(context: readonly Turn[], turn: Turn, files: FileIds): 
 }
 
 /** Pictures before text, as the prewarm request sends them: so that its prefix is the turn's. */
-function userMessage(turn: Turn, files: FileIds): InputMessage {
+function userMessage(turn: Asked, files: FileIds): InputMessage {
   const images = turn.pictureIds.map((id) => ({
     type: 'input_image' as const,
     file_id: files.get(id) ?? '',

@@ -70,3 +70,12 @@ export function toBlob(canvas: HTMLCanvasElement, type: string): Promise<Blob> {
     canvas.toBlob(take, type, 0.92);
   });
 }
+
+/** The SHA-256 of a blob's bytes in hexadecimal; null where the browser keeps that from the page. */
+export async function hashOf(blob: Blob): Promise<string | null> {
+  // Only pages from loopback or over TLS have it.
+  const subtle = crypto.subtle as SubtleCrypto | undefined;
+  if (subtle === undefined) return null;
+  const bytes = new Uint8Array(await subtle.digest('SHA-256', await blob.arrayBuffer()));
+  return [...bytes].map((byte) => byte.toString(16).padStart(2, '0')).join('');
+}

@@ -46,6 +46,8 @@ export interface Timings {
   prompt_ms?: number;
   predicted_ms?: number;
   predicted_n?: number;
+  draft_n?: number;
+  draft_n_accepted?: number;
 }
 
 export interface ApiError {

@@ -6,21 +6,24 @@ import { Store } from './store';
 import type { Conversation, Turn } from './store';
 
 function conversation(id: string, updatedAt: number): Conversation {
-  return { id, title: id, createdAt: 0, updatedAt };
+  return { id, title: id, createdAt: 0, updatedAt, leafId: null, pinned: false };
 }
 
-function turn(conversationId: string, position: number): Turn {
-  const id = `${conversationId}${position}`;
-  return { id, conversationId, position, text: 'x', pictureIds: [], answer: newAnswer(0) };
+function turn(conversationId: string, createdAt: number): Turn {
+  const id = `${conversationId}${createdAt}`;
+  return {
+    ...{ id, conversationId, parentId: null, askId: id, createdAt },
+    ...{ text: 'x', pictureIds: [], answer: newAnswer(0) },
+  };
 }
 
 it('lists conversations newest first and turns in order', async () => {
   const store = await Store.open('order');
   await store.put('conversations', conversation('old', 1));
   await store.put('conversations', conversation('new', 2));
-  for (const position of [2, 0, 1]) await store.put('turns', turn('new', position));
+  for (const time of [2, 0, 1]) await store.put('turns', turn('new', time));
   expect((await store.conversations()).map(({ id }) => id)).toEqual(['new', 'old']);
-  expect((await store.turns('new')).map(({ position }) => position)).toEqual([0, 1, 2]);
+  expect((await store.turns('new')).map(({ createdAt }) => createdAt)).toEqual([0, 1, 2]);
 });
 
 it('forgets a deleted conversation with its turns and pictures, and no other', async () => {
@@ -30,7 +33,7 @@ it('forgets a deleted conversation with its turns and pictures, and no other', a
     await store.put('turns', turn(id, 0));
     const blob = new Blob(['x']);
     const picture = { id: `p${id}`, conversationId: id, name: 'x', blob, width: 1, height: 1 };
-    await store.put('pictures', { ...picture, fileId: null });
+    await store.put('pictures', { ...picture, fileId: null, hash: id });
   }
   await store.deleteConversation('a');
   expect((await store.conversations()).map(({ id }) => id)).toEqual(['b']);
@@ -46,4 +49,44 @@ it('works without storage, and forgets', async () => {
   Object.defineProperty(globalThis, 'indexedDB', { value: real, configurable: true });
   await store.put('conversations', conversation('a', 0));
   expect(await store.conversations()).toEqual([]);
+});
+
+it('turns the list of an older page into a tree, and loses nothing', async () => {
+  await new Promise<void>((resolve) => {
+    const opening = indexedDB.open('old', 1);
+    opening.onupgradeneeded = () => {
+      const { result } = opening;
+      result.createObjectStore('conversations', { keyPath: 'id' });
+      for (const table of ['turns', 'pictures']) {
+        const records = result.createObjectStore(table, { keyPath: 'id' });
+        records.createIndex('conversationId', 'conversationId');
+      }
+      const { transaction } = opening;
+      transaction?.objectStore('conversations').put({ id: 'c', title: 'old', updatedAt: 1 });
+      for (const position of [1, 0]) {
+        const id = `t${position}`;
+        const answer = newAnswer(5);
+        transaction?.objectStore('turns').put({ id, conversationId: 'c', position, answer });
+      }
+    };
+    opening.onsuccess = () => {
+      opening.result.close();
+      resolve();
+    };
+  });
+  const store = await Store.open('old');
+  expect(await store.conversations()).toMatchObject([{ id: 'c', leafId: 't1', pinned: false }]);
+  expect(await store.turns('c')).toMatchObject([
+    { id: 't0', parentId: null, askId: 't0' },
+    { id: 't1', parentId: 't0', askId: 't1' },
+  ]);
+});
+
+it('finds the pictures of any conversation by their bytes', async () => {
+  const store = await Store.open('bytes');
+  const blob = new Blob(['x']);
+  const picture = { id: 'p', conversationId: 'a', name: 'x', blob, width: 1, height: 1 };
+  await store.put('pictures', { ...picture, fileId: 'file_1', hash: 'ab' });
+  expect(await store.picturesWith('ab')).toMatchObject([{ id: 'p', fileId: 'file_1' }]);
+  expect(await store.picturesWith('cd')).toEqual([]);
 });

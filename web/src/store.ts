@@ -7,23 +7,32 @@
  */
 import type { Answer } from './answer';
 
+/** `leafId`: the last turn of the path that is shown. */
 export interface Conversation {
   id: string;
   title: string;
   createdAt: number;
   updatedAt: number;
+  leafId: string | null;
+  pinned: boolean;
 }
 
+/** A question with one answer. Turns with one `askId` are answers to the same question. */
 export interface Turn {
   id: string;
   conversationId: string;
-  position: number;
+  parentId: string | null;
+  askId: string;
+  createdAt: number;
   text: string;
   pictureIds: string[];
   answer: Answer;
 }
 
-/** A picture as it was sent. `fileId` is the server's name for it, valid for some hours. */
+/**
+ * A picture as it was sent. `fileId` is the server's name for it, valid for some hours; `hash` the
+ * SHA-256 of its bytes, where the browser could tell.
+ */
 export interface Picture {
   id: string;
   conversationId: string;
@@ -32,6 +41,7 @@ export interface Picture {
   width: number;
   height: number;
   fileId: string | null;
+  hash: string | null;
 }
 
 interface Records {
@@ -42,8 +52,15 @@ interface Records {
 
 type Table = keyof Records;
 
-const VERSION = 1;
+interface Whole {
+  conversation: Conversation;
+  turns: readonly Turn[];
+  pictures: readonly Picture[];
+}
+
+const VERSION = 2;
 const OWNED: Table[] = ['turns', 'pictures'];
+const TABLES: Table[] = ['conversations', ...OWNED];
 
 export class Store {
   private constructor(private readonly db: IDBDatabase | null) {}
@@ -60,6 +77,19 @@ export class Store {
     await this.change(table, (records) => records.put(record));
   }
 
+  /** A whole conversation in one transaction: all of it is there, or nothing. */
+  async putAll({ conversation, turns, pictures }: Whole): Promise<void> {
+    if (this.db === null) return;
+    const transaction = this.db.transaction(TABLES, 'readwrite');
+    transaction.objectStore('conversations').put(conversation);
+    for (const turn of turns) transaction.objectStore('turns').put(turn);
+    for (const picture of pictures) transaction.objectStore('pictures').put(picture);
+    await new Promise<void>((resolve, reject) => {
+      transaction.oncomplete = () => resolve();
+      transaction.onabort = () => reject(transaction.error ?? new Error('storage failed'));
+    });
+  }
+
   /** Newest first. */
   async conversations(): Promise<Conversation[]> {
     const all = await this.read<Conversation>('conversations', (records) => records.getAll());
@@ -68,7 +98,12 @@ export class Store {
 
   async turns(conversationId: string): Promise<Turn[]> {
     const all = await this.owned<Turn>('turns', conversationId);
-    return all.sort((a, b) => a.position - b.position);
+    return all.sort((a, b) => a.createdAt - b.createdAt);
+  }
+
+  /** Pictures of any conversation with these bytes. */
+  picturesWith(hash: string): Promise<Picture[]> {
+    return this.read<Picture>('pictures', (records) => records.index('hash').getAll(hash));
   }
 
   pictures(conversationId: string): Promise<Picture[]> {
@@ -109,14 +144,49 @@ export class Store {
 
 function openDatabase(name: string): Promise<IDBDatabase> {
   const opening = indexedDB.open(name, VERSION);
-  opening.onupgradeneeded = () => {
-    opening.result.createObjectStore('conversations', { keyPath: 'id' });
-    for (const table of OWNED) {
-      const records = opening.result.createObjectStore(table, { keyPath: 'id' });
-      records.createIndex('conversationId', 'conversationId');
-    }
+  opening.onupgradeneeded = ({ oldVersion }) => {
+    const { result, transaction } = opening;
+    if (oldVersion === 0) create(result);
+    if (transaction === null) return;
+    transaction.objectStore('pictures').createIndex('hash', 'hash');
+    if (oldVersion === 1) upgrade(transaction);
   };
   return settled(opening);
+}
+
+function create(database: IDBDatabase): void {
+  database.createObjectStore('conversations', { keyPath: 'id' });
+  for (const table of OWNED) {
+    const records = database.createObjectStore(table, { keyPath: 'id' });
+    records.createIndex('conversationId', 'conversationId');
+  }
+}
+
+/** Version 1 had a list where there is a tree now: each turn follows the one before it. */
+function upgrade(transaction: IDBTransaction): void {
+  const [conversations, turns, pictures] = ['conversations', ...OWNED].map((table) =>
+    transaction.objectStore(table),
+  ) as [IDBObjectStore, IDBObjectStore, IDBObjectStore];
+  const leaves = new Map<string, Turn>();
+  const reading = turns.getAll() as IDBRequest<(Turn & { position: number })[]>;
+  reading.onsuccess = () => {
+    for (const { position, ...old } of reading.result.sort((a, b) => a.position - b.position)) {
+      const parentId = leaves.get(old.conversationId)?.id ?? null;
+      const turn = { ...old, parentId, askId: old.id, createdAt: old.answer.sentAt + position };
+      leaves.set(turn.conversationId, turn);
+      turns.put(turn);
+    }
+    change<Conversation>(conversations, (old) => {
+      const leafId = leaves.get(old.id)?.id ?? null;
+      return { ...old, leafId, pinned: false };
+    });
+  };
+  change<Picture>(pictures, (old) => ({ ...old, hash: null }));
+}
+
+function change<T>(records: IDBObjectStore, how: (record: T) => T): void {
+  const reading = records.getAll() as IDBRequest<T[]>;
+  reading.onsuccess = () => reading.result.forEach((record) => records.put(how(record)));
 }
 
 function settled<T>(request: IDBRequest<T>): Promise<T> {

@@ -9,7 +9,9 @@ import { newId } from '../ids';
 import type { PictureLimits } from '../pictures';
 import type { ModelObject } from '../protocol';
 import { Store } from '../store';
-import type { Conversation } from '../store';
+import type { Conversation, Turn } from '../store';
+import { branchUpTo, renewed } from '../transfer';
+import type { Bundle } from '../transfer';
 import { Transport } from '../transport';
 import type { LinkState } from '../transport';
 import { Thread } from './thread.svelte';
@@ -60,7 +62,7 @@ export class Chat {
 
   /** Opens an empty thread; it enters the list with its first message. */
   newChat(): void {
-    if (this.thread.turns.length > 0) this.thread = this.newThread();
+    if (this.thread.path.length > 0) this.thread = this.newThread();
     location.hash = '';
   }
 
@@ -75,11 +77,30 @@ export class Chat {
     await this.store.deleteConversation(id);
   }
 
+  /** The path up to a turn as a chat of its own. */
+  async fork(thread: Thread, { id }: Turn): Promise<void> {
+    const bundle = branchUpTo(await this.bundleOf(thread.conversation), id);
+    await this.keep(renewed(bundle, Date.now()));
+  }
+
   useKey(key: string): void {
     localStorage.setItem(KEY, key);
     this.api.key = key;
     this.link = 'connecting';
     this.transport.nudge();
+  }
+
+  private async bundleOf(conversation: Conversation): Promise<Bundle> {
+    const { id } = conversation;
+    const [turns, pictures] = await Promise.all([this.store.turns(id), this.store.pictures(id)]);
+    return { conversation, turns, pictures };
+  }
+
+  /** Stores a conversation that came whole, and opens it. */
+  private async keep(bundle: Bundle): Promise<void> {
+    await this.store.putAll(bundle);
+    this.conversations = [bundle.conversation, ...this.conversations];
+    location.hash = `#/c/${bundle.conversation.id}`;
   }
 
   private async openAddress(): Promise<void> {
@@ -102,7 +123,8 @@ export class Chat {
 
   private newThread(): Thread {
     const now = Date.now();
-    return this.makeThread({ id: newId(), title: '', createdAt: now, updatedAt: now });
+    const times = { createdAt: now, updatedAt: now };
+    return this.makeThread({ id: newId(), title: '', ...times, leafId: null, pinned: false });
   }
 
   private makeThread(conversation: Conversation): Thread {

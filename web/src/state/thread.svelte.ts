@@ -1,5 +1,5 @@
 /**
- * One conversation at work: its turns, the message being written, the answer being streamed.
+ * One conversation at work: its tree of turns, the message being written, answers being streamed.
  *
  * Owns the order of things: upload, send, stream, store; and what to do when the server has
  * forgotten a response or a file. Knows nothing of the page's layout.
@@ -10,12 +10,16 @@ import type { Api } from '../api';
 import { Frame } from '../frame';
 import { newId } from '../ids';
 import { chainBody, contextOf, fullBody } from '../path';
-import type { FileIds } from '../path';
 import type { PictureLimits } from '../pictures';
 import type { ApiError, ResponseEvent } from '../protocol';
 import type { Conversation, Picture, Store, Turn } from '../store';
-import type { Call, CallBody, Transport } from '../transport';
+import type { Call, Transport } from '../transport';
+import { newestLeaf, pathTo } from '../tree';
+import { Album, fileIdsOf } from './album.svelte';
+import { Draft } from './draft.svelte';
 import { attachmentError, Tray } from './tray.svelte';
+import { Warmer } from './warmer';
+import type { Warming } from './warmer';
 
 export interface Services {
   api: Api;
@@ -24,130 +28,198 @@ export interface Services {
   limits: () => PictureLimits;
 }
 
-const WARM_MS = 300;
-const SAVE_MS = 400;
-const STOP_MS = 2000;
-const TITLE_LENGTH = 60;
-
 /** What has been tried for one turn, so that no remedy is tried twice. */
 interface Remedies {
   full: boolean;
   uploaded: boolean;
 }
 
+/** A turn whose question is being written anew. */
+export interface Editing {
+  turnId: string;
+  draft: Draft;
+}
+
+type NewTurn = Pick<Turn, 'parentId' | 'askId' | 'text' | 'pictureIds'>;
+
+const SAVE_MS = 400;
+const STOP_MS = 2000;
+const TITLE_LENGTH = 60;
+
 export class Thread {
+  conversation = $state.raw<Conversation>() as Conversation;
   turns = $state.raw<Turn[]>([]);
-  pictureUrls = $state.raw<ReadonlyMap<string, string>>(new Map());
-  draft = $state('');
-  sending = $state(false);
-  readonly tray: Tray;
-  private pictures = new Map<string, Picture>();
-  private call: Call | null = null;
-  private warm: Call | null = null;
-  private warmTimer: ReturnType<typeof setTimeout> | undefined;
+  leafId = $state<string | null>(null);
+  editing = $state.raw<Editing | null>(null);
+  readonly path = $derived(pathTo(this.turns, this.leafId));
+  readonly album: Album;
+  readonly draft: Draft;
+  private readonly warmer: Warmer;
+  private readonly calls = new Map<string, Call>();
   private savedAt = 0;
 
   constructor(
-    public conversation: Conversation,
+    conversation: Conversation,
     private readonly services: Services,
     private readonly listed: (conversation: Conversation) => void,
   ) {
-    this.tray = new Tray(services.api, conversation.id, services.limits, () => this.prewarmSoon());
+    this.conversation = conversation;
+    this.leafId = conversation.leafId;
+    this.album = new Album(services.api, services.store);
+    this.warmer = new Warmer(services.transport, conversation.id, () => this.warming());
+    this.draft = new Draft(this.newTray());
   }
 
   get running(): boolean {
-    const last = this.turns.at(-1);
+    const last = this.path.at(-1);
     return last !== undefined && isRunning(last.answer);
   }
 
-  /** Reads the stored turns and goes on with an answer that a reload interrupted. */
+  /** Reads the stored turns and goes on with answers that a reload interrupted. */
   async load(): Promise<void> {
     const { id } = this.conversation;
     const { store, transport } = this.services;
     const [turns, pictures] = await Promise.all([store.turns(id), store.pictures(id)]);
-    this.keep(pictures);
+    this.album.keep(pictures);
     this.turns = turns;
-    const last = turns.at(-1);
-    if (last === undefined || !isRunning(last.answer)) return;
-    const { responseId, sequence } = last.answer;
-    if (responseId === null) this.ask(last.id);
-    else this.call = transport.follow(responseId, sequence, this.listener(last.id));
-  }
-
-  /** Waits for the uploads, then asks; keeps the message when a picture failed. */
-  async send(): Promise<void> {
-    const text = this.draft.trim();
-    const empty = text === '' && this.tray.attachments.length === 0;
-    if (empty || this.running || this.sending || this.tray.failed) return;
-    const sentAt = Date.now();
-    this.sending = true;
-    this.draft = '';
-    const pictures = await this.tray.take();
-    this.sending = false;
-    clearTimeout(this.warmTimer);
-    if (pictures === null) {
-      this.draft = text;
-      return;
+    if (this.path.length === 0) this.leafId = newestLeaf(turns, null);
+    for (const { id, answer } of turns) {
+      const { responseId, sequence } = answer;
+      if (!isRunning(answer)) continue;
+      if (responseId === null) this.ask(id);
+      else this.calls.set(id, transport.follow(responseId, sequence, this.listener(id)));
     }
-    this.keep(pictures);
-    const turn: Turn = {
-      id: newId(),
-      conversationId: this.conversation.id,
-      position: (this.turns.at(-1)?.position ?? -1) + 1,
-      text,
-      pictureIds: pictures.map(({ id }) => id),
-      answer: newAnswer(sentAt),
-    };
-    this.turns = [...this.turns, turn];
-    this.ask(turn.id);
-    await this.saveNew(turn, pictures);
   }
 
-  retry(): void {
-    const last = this.turns.at(-1);
-    if (last === undefined || this.running) return;
-    this.update(last.id, () => newAnswer(Date.now()));
-    this.ask(last.id);
+  /** Sends the message that was written; it stays where a picture failed. */
+  async send(): Promise<void> {
+    if (this.running) return;
+    const written = await this.draft.take();
+    if (written === null) return;
+    this.warmer.cancel();
+    const { text, pictures, sentAt } = written;
+    this.album.keep(pictures);
+    const parentId = this.leafId;
+    const pictureIds = pictures.map(({ id }) => id);
+    await this.add({ parentId, askId: newId(), text, pictureIds }, pictures, sentAt);
+  }
+
+  /** Opens a turn's question for writing it anew. */
+  edit(turn: Turn): void {
+    const draft = new Draft(this.newTray());
+    draft.text = turn.text;
+    draft.tray.addKnown(this.album.of(turn.pictureIds));
+    this.editing = { turnId: turn.id, draft };
+  }
+
+  cancelEdit(): void {
+    this.editing?.draft.tray.clear();
+    this.editing = null;
+  }
+
+  /** Asks the edited question as another version of it; what was asked before stays. */
+  async sendEdit(): Promise<void> {
+    const { editing } = this;
+    const turn = editing === null ? undefined : this.find(editing.turnId);
+    const written = await editing?.draft.take();
+    if (turn === undefined || !written) return;
+    this.editing = null;
+    const { text, pictures, sentAt } = written;
+    this.album.keep(pictures);
+    const { parentId } = turn;
+    const pictureIds = pictures.map(({ id }) => id);
+    await this.add({ parentId, askId: newId(), text, pictureIds }, pictures, sentAt);
+  }
+
+  /** Another answer to the same question. */
+  async regenerate(turn: Turn): Promise<void> {
+    const { parentId, askId, text, pictureIds } = turn;
+    await this.add({ parentId, askId, text, pictureIds }, [], Date.now());
+  }
+
+  /** Shows a turn and what was last said after it. */
+  show(turnId: string): void {
+    this.leafId = newestLeaf(this.turns, turnId);
+    this.editing = null;
+    this.change({ leafId: this.leafId });
+  }
+
+  /** Asks a turn again whose answer failed. */
+  retry(turn: Turn): void {
+    if (isRunning(turn.answer)) return;
+    this.update(turn.id, () => newAnswer(Date.now()));
+    this.ask(turn.id);
   }
 
   /** Ends the running answer; its text so far stays. */
   stop(): void {
-    const { call } = this;
-    const turn = this.turns.at(-1);
+    const turn = this.path.at(-1);
     if (turn === undefined || !isRunning(turn.answer)) return;
+    const call = this.calls.get(turn.id);
+    const { transport } = this.services;
     const end = (): void => {
-      if (call !== null) this.services.transport.drop(call);
+      if (call !== undefined) transport.drop(call);
       this.update(turn.id, (answer) =>
         isRunning(answer) ? { ...answer, status: 'stopped' } : answer,
       );
     };
-    if (call !== null && this.services.transport.stop(call)) setTimeout(end, STOP_MS);
+    if (call !== undefined && transport.stop(call)) setTimeout(end, STOP_MS);
     else end();
+  }
+
+  /** Attaches pictures of this conversation to the message being written. */
+  attach(pictureIds: readonly string[], draft: Draft = this.draft): void {
+    draft.tray.addKnown(this.album.of(pictureIds));
+  }
+
+  change(what: Partial<Conversation>): void {
+    this.conversation = { ...this.conversation, ...what };
+    void this.services.store.put('conversations', this.conversation);
   }
 
   /** Before the conversation is deleted: nothing of it goes on. */
   discard(): void {
-    clearTimeout(this.warmTimer);
-    for (const call of [this.call, this.warm]) {
-      if (call === null || call.phase === 'ended') continue;
+    this.warmer.discard();
+    for (const call of this.calls.values()) {
+      if (call.phase === 'ended') continue;
       this.services.transport.stop(call);
       this.services.transport.drop(call);
     }
-    for (const url of this.pictureUrls.values()) URL.revokeObjectURL(url);
+    this.album.discard();
     this.turns = [];
+  }
+
+  private newTray(): Tray {
+    const { api, limits } = this.services;
+    return new Tray(api, this.conversation.id, this.album, limits, () => this.warmer.soon());
+  }
+
+  private async add(asked: NewTurn, pictures: Picture[], sentAt: number): Promise<void> {
+    const turn: Turn = {
+      ...asked,
+      id: newId(),
+      conversationId: this.conversation.id,
+      // Never before its parent, whatever the clock does.
+      createdAt: Math.max(sentAt, ...this.turns.map(({ createdAt }) => createdAt + 1)),
+      answer: newAnswer(sentAt),
+    };
+    this.turns = [...this.turns, turn];
+    this.leafId = turn.id;
+    this.ask(turn.id);
+    await this.saveNew(turn, pictures);
   }
 
   private ask(turnId: string, tried: Remedies = { full: false, uploaded: false }): void {
     const turn = this.find(turnId);
     if (turn === undefined || !isRunning(turn.answer)) return;
     const context = contextOf(this.turns, turn);
+    const sent = (tried.full ? [...context, turn] : [turn]).flatMap(({ pictureIds }) => pictureIds);
+    const lacking = this.album.of(sent).filter(({ fileId }) => fileId === null);
+    if (lacking.length > 0) return this.askWith(lacking, turnId, tried);
     const makeBody = tried.full ? fullBody : chainBody;
-    const body = makeBody(context, turn, this.fileIds());
-    this.call = this.services.transport.create(
-      this.conversation.id,
-      body,
-      this.listener(turnId, (error) => this.remedy(turnId, error, tried)),
-    );
+    const body = makeBody(context, turn, this.album.fileIds());
+    const listener = this.listener(turnId, (error) => this.remedy(turnId, error, tried));
+    this.calls.set(turnId, this.services.transport.create(this.conversation.id, body, listener));
   }
 
   /** True when a fault of the server's memory is being repaired and the turn asked again. */
@@ -157,23 +229,21 @@ export class Thread {
       return true;
     }
     if (error.code !== 'file_not_found' || tried.uploaded) return false;
-    void this.uploadAgain(turnId)
-      .then(() => this.ask(turnId, { ...tried, uploaded: true }))
-      .catch((reason: unknown) =>
-        this.update(turnId, (answer) => fail(answer, attachmentError(reason))),
-      );
+    const turn = this.find(turnId);
+    if (turn === undefined) return false;
+    const ids = [...contextOf(this.turns, turn), turn].flatMap(({ pictureIds }) => pictureIds);
+    this.askWith(this.album.of(ids), turnId, { ...tried, uploaded: true });
     return true;
   }
 
-  private async uploadAgain(turnId: string): Promise<void> {
-    const turn = this.find(turnId);
-    if (turn === undefined) return;
-    const ids = [...contextOf(this.turns, turn), turn].flatMap(({ pictureIds }) => pictureIds);
-    for (const picture of ids.flatMap((id) => this.pictures.get(id) ?? [])) {
-      const fileId = await this.services.api.upload(picture.blob, picture.name);
-      this.pictures.set(picture.id, { ...picture, fileId });
-      await this.services.store.put('pictures', { ...picture, fileId });
-    }
+  /** Asks once these pictures are with the server. */
+  private askWith(pictures: readonly Picture[], turnId: string, tried: Remedies): void {
+    void this.album
+      .uploadAgain(pictures)
+      .then(() => this.ask(turnId, tried))
+      .catch((reason: unknown) =>
+        this.update(turnId, (answer) => fail(answer, attachmentError(reason))),
+      );
   }
 
   /** Hears a response and applies what came once a frame. */
@@ -208,41 +278,28 @@ export class Thread {
       this.savedAt = Date.now();
       void this.services.store.put('turns', turn);
     }
-    if (ended) this.prewarmSoon();
+    if (ended) this.warmer.soon();
   }
 
-  /** Once pictures have been attached and a moment has passed, lets the server read them ahead. */
-  private prewarmSoon(): void {
-    clearTimeout(this.warmTimer);
-    this.warmTimer = setTimeout(() => this.prewarm(), WARM_MS);
-  }
-
-  private prewarm(): void {
-    const { transport } = this.services;
-    if (this.warm !== null && this.warm.phase !== 'ended') transport.stop(this.warm);
-    const pictures = this.tray.pictures();
-    if (this.running || pictures.length === 0 || !this.tray.ready) return;
-    const position = (this.turns.at(-1)?.position ?? -1) + 1;
+  private warming(): Warming | null {
+    const { tray } = this.draft;
+    const pictures = tray.pictures();
+    if (this.running || pictures.length === 0 || !tray.ready) return null;
     const pictureIds = pictures.map(({ id }) => id);
-    const next = { position, text: '', pictureIds } as Turn;
-    const files = new Map([...this.fileIds(), ...fileIdsOf(pictures)]);
-    const body: CallBody = {
-      ...chainBody(contextOf(this.turns, next), next, files),
-      generate: false,
-      store: false,
-    };
-    const deaf = { event: () => undefined, fault: () => undefined };
-    this.warm = transport.create(this.conversation.id, body, deaf);
+    const next = { parentId: this.leafId, text: '', pictureIds };
+    const files = new Map([...this.album.fileIds(), ...fileIdsOf(pictures)]);
+    const body = chainBody(contextOf(this.turns, next), next, files);
+    return { body, done: () => tray.markWarm(pictureIds) };
   }
 
   private async saveNew(turn: Turn, pictures: Picture[]): Promise<void> {
     const { store } = this.services;
     const { title } = this.conversation;
-    const now = Date.now();
     this.conversation = {
       ...this.conversation,
       title: title === '' ? turn.text.slice(0, TITLE_LENGTH) : title,
-      updatedAt: now,
+      updatedAt: Date.now(),
+      leafId: turn.id,
     };
     this.listed(this.conversation);
     await Promise.all([
@@ -252,26 +309,7 @@ export class Thread {
     ]);
   }
 
-  private keep(pictures: readonly Picture[]): void {
-    const urls = new Map(this.pictureUrls);
-    for (const picture of pictures) {
-      this.pictures.set(picture.id, picture);
-      urls.set(picture.id, URL.createObjectURL(picture.blob));
-    }
-    this.pictureUrls = urls;
-  }
-
   private find(turnId: string): Turn | undefined {
     return this.turns.find(({ id }) => id === turnId);
   }
-
-  private fileIds(): FileIds {
-    return fileIdsOf(this.pictures.values());
-  }
-}
-
-function fileIdsOf(pictures: Iterable<Picture>): Map<string, string> {
-  return new Map(
-    [...pictures].flatMap(({ id, fileId }) => (fileId === null ? [] : [[id, fileId]])),
-  );
 }

@@ -1,25 +1,30 @@
 /**
- * The pictures attached to the message being written.
+ * The pictures attached to a message being written, in the order they will be sent.
  *
- * Owns preparing and uploading each as soon as it is attached. Knows nothing of turns.
+ * Owns preparing and uploading each as soon as it is attached; bytes that were sent before are not
+ * sent again. Knows nothing of turns.
  */
 import { Api, ApiFault } from '../api';
 import { newId } from '../ids';
-import { prepare, UnreadablePicture } from '../pictures';
+import { hashOf, prepare, UnreadablePicture } from '../pictures';
 import type { PictureLimits } from '../pictures';
 import type { ApiError } from '../protocol';
 import type { Picture } from '../store';
+import type { Album } from './album.svelte';
 
+/** `progress` is the share of the bytes that were sent; `warm`: the server has read it ahead. */
 export interface Attachment {
   id: string;
   name: string;
   url: string;
   state: 'uploading' | 'ready' | 'failed';
+  progress: number;
+  warm: boolean;
   error: ApiError | null;
 }
 
 interface Work {
-  file: File;
+  file: File | null;
   picture: Picture | null;
   done: Promise<void>;
   abort: AbortController;
@@ -32,6 +37,7 @@ export class Tray {
   constructor(
     private readonly api: Api,
     private readonly conversationId: string,
+    private readonly album: Album,
     private readonly limits: () => PictureLimits,
     private readonly changed: () => void,
   ) {}
@@ -48,19 +54,40 @@ export class Tray {
     for (const file of files) {
       const id = newId();
       const url = URL.createObjectURL(file);
-      const fresh: Attachment = { id, name: file.name, url, state: 'uploading', error: null };
-      this.attachments = [...this.attachments, fresh];
+      this.show({ id, name: file.name, url, state: 'uploading' });
       this.start(id, file);
     }
   }
 
+  /** Attaches pictures of the album once more; their bytes stay where they are. */
+  addKnown(pictures: readonly Picture[]): void {
+    for (const picture of pictures) {
+      const { id, name } = picture;
+      const url = this.album.urls.get(id);
+      if (this.work.has(id) || url === undefined) continue;
+      const done = Promise.resolve();
+      this.work.set(id, { file: null, picture, done, abort: new AbortController() });
+      this.show({ id, name, url, state: 'ready' });
+    }
+    this.changed();
+  }
+
   retry(id: string): void {
-    const work = this.work.get(id);
-    if (work !== undefined) this.start(id, work.file);
+    const file = this.work.get(id)?.file;
+    if (file) this.start(id, file);
   }
 
   remove(id: string): void {
     this.forget(id);
+    this.changed();
+  }
+
+  /** Puts a picture at place `index` (from 0) among the others. */
+  move(id: string, index: number): void {
+    const moved = this.attachments.find((attachment) => attachment.id === id);
+    if (moved === undefined) return;
+    const others = this.attachments.filter((attachment) => attachment !== moved);
+    this.attachments = others.toSpliced(Math.max(0, index), 0, moved);
     this.changed();
   }
 
@@ -74,20 +101,33 @@ export class Tray {
     await Promise.all([...this.work.values()].map(({ done }) => done));
     if (!this.ready) return null;
     const pictures = this.pictures();
-    for (const { id } of this.attachments) this.forget(id);
+    this.clear();
     return pictures;
+  }
+
+  clear(): void {
+    for (const { id } of this.attachments) this.forget(id);
+  }
+
+  /** The server has read these pictures ahead. */
+  markWarm(ids: readonly string[]): void {
+    for (const id of ids) this.mark(id, { warm: true });
+  }
+
+  private show(fresh: Pick<Attachment, 'id' | 'name' | 'url' | 'state'>): void {
+    this.attachments = [...this.attachments, { ...fresh, progress: 0, warm: false, error: null }];
   }
 
   private forget(id: string): void {
     const gone = this.attachments.find((attachment) => attachment.id === id);
-    if (gone !== undefined) URL.revokeObjectURL(gone.url);
+    if (gone !== undefined && this.work.get(id)?.file) URL.revokeObjectURL(gone.url);
     this.work.get(id)?.abort.abort();
     this.work.delete(id);
     this.attachments = this.attachments.filter((attachment) => attachment.id !== id);
   }
 
   private start(id: string, file: File): void {
-    this.mark(id, { state: 'uploading', error: null });
+    this.mark(id, { state: 'uploading', progress: 0, error: null });
     const work: Work = {
       file,
       picture: null,
@@ -95,17 +135,23 @@ export class Tray {
       abort: new AbortController(),
     };
     this.work.set(id, work);
-    work.done = this.upload(id, work).catch((reason: unknown) => {
+    work.done = this.upload(id, file, work).catch((reason: unknown) => {
       this.mark(id, { state: 'failed', error: attachmentError(reason) });
     });
   }
 
-  private async upload(id: string, work: Work): Promise<void> {
-    const { file, abort } = work;
+  private async upload(id: string, file: File, work: Work): Promise<void> {
     const prepared = await prepare(file, this.limits());
-    const fileId = await this.api.upload(prepared.blob, file.name, abort.signal);
-    const conversationId = this.conversationId;
-    work.picture = { id, conversationId, name: file.name, ...prepared, fileId };
+    const { conversationId } = this;
+    const hash = await hashOf(prepared.blob);
+    const known = hash === null ? undefined : await this.album.withHash(hash);
+    const fileId =
+      known?.fileId ??
+      (await this.api.upload(prepared.blob, file.name, {
+        signal: work.abort.signal,
+        progress: (progress) => this.mark(id, { progress }),
+      }));
+    work.picture = { id, conversationId, name: file.name, ...prepared, fileId, hash };
     this.mark(id, { state: 'ready' });
     this.changed();
   }
