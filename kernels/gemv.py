@@ -1,8 +1,8 @@
 """One activation row times a weight matrix on a GPU, in Triton, with what stands around it fused.
 
-Owns the decode step of a single stream, where reading the weights is all the cost: RMS norm before
-the product, bias, gating or residual after it, each without a pass of its own. Knows nothing of
-models. Sums are float32; nothing is rounded between the norm and the result.
+Owns the decode step of a single stream, where reading the weights is all the cost: norm before the
+product, bias, gating or residual after it, each without a pass of its own. Knows nothing of models.
+Sums are float32; nothing is rounded between the norm and the result.
 """
 
 # Kernels are typed by what they are launched with.
@@ -19,13 +19,29 @@ from mmserve.kernels.fused import Gate, Norm, opening
 
 
 @triton.jit
+def _weights(at, mask):
+    """What nobody reads again."""
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _mean(x, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    total = tl.zeros([BLOCK_K], tl.float32)
+    for at in tl.static_range(0, K, BLOCK_K):
+        k = at + tl.arange(0, BLOCK_K)
+        total += tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    return tl.sum(total, 0) / K
+
+
+@triton.jit
 def _gemv(
-    x, weight, bias, gain, out, eps, num_out,
+    x, weight, bias, gain, out, opened, eps, num_out, num_plain,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    ADD: tl.constexpr, CHAINED: tl.constexpr,
+    NORM: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    OPENS: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS outputs a program; GATED reads their rows and those num_out further down."""
+    """ROWS outputs a program; GATED reads their rows and those num_out further down; what OPENS
+    are the outputs behind num_plain."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = n < num_out
     start = weight + n[:, None].to(tl.int64) * K
@@ -33,28 +49,26 @@ def _gemv(
     k = tl.arange(0, BLOCK_K)
     mask = ok[:, None] & (k < K)[None, :]
     # The weights depend on nobody: the first of them arrive while the launch before ends.
-    held = tl.load(start + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    held_up = held
-    if GATED:
-        held_up = tl.load(further + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    held = _weights(start + k[None, :], mask)
+    held_up = _weights(further + k[None, :], mask) if GATED else held
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([ROWS, BLOCK_K], tl.float32)
     acc_up = tl.zeros([ROWS, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
+    mean = _mean(x, K, BLOCK_K) if CENTRED else 0.0
     for at in tl.static_range(0, K, BLOCK_K):
         k = at + tl.arange(0, BLOCK_K)
         mask = ok[:, None] & (k < K)[None, :]
         if at > 0:
-            at_k = k[None, :]
-            held = tl.load(start + at_k, mask=mask, other=0.0, eviction_policy="evict_first")
+            held = _weights(start + k[None, :], mask)
             if GATED:
-                held_up = tl.load(
-                    further + at_k, mask=mask, other=0.0, eviction_policy="evict_first"
-                )
+                held_up = _weights(further + k[None, :], mask)
         row = tl.load(x + k, mask=k < K, other=0.0)
         row = row.to(tl.float32)
+        if CENTRED:
+            row = tl.where(k < K, row - mean, 0.0)
         if NORM:
             squares += row * row
             scale = tl.load(gain + k, mask=k < K, other=0.0)
@@ -65,10 +79,15 @@ def _gemv(
     y = tl.sum(acc, 1)
     factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps) if NORM else 1.0
     y = y * factor
-    if GATED:
-        y = opening(y, GELU) * (tl.sum(acc_up, 1) * factor)
     if BIAS:
         y += tl.load(bias + n, mask=ok, other=0.0).to(tl.float32)
+    if GATED:
+        y = opening(y, GELU) * (tl.sum(acc_up, 1) * factor)
+    if OPENS:
+        behind = ok & (n >= num_plain)
+        through = opening(y, GELU).to(opened.dtype.element_ty)
+        tl.store(opened + n - num_plain, through, mask=behind)
+        ok &= n < num_plain
     if ADD:
         y += tl.load(out + n, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + n, y.to(out.dtype.element_ty), mask=ok)
@@ -95,22 +114,30 @@ def gemv(
     *,
     bias: Tensor | None = None,
     norm: Norm | None = None,
+    centred: bool = False,
     gated: bool = False,
+    opened: Tensor | None = None,
     gate: Gate = "silu",
     add: bool = False,
 ) -> None:
     """out [1, N] = f(x [1, K] times weight [N, K], rows contiguous).
 
-    `norm`, of K: x is RMS-normalised first. `bias` [N]. `gated`: weight is [2 N, K], what opens
-    the gate above what goes through it. `add`: out is added to instead of written.
+    `norm`, of K: x is RMS-normalised first; `centred`: less its mean before, which makes a layer
+    norm of it, whose bias is a matter of the product's. `bias` [N]. `gated`: weight is [2 N, K],
+    what opens the gate above what goes through it. `opened` [1, M]: weight is [N + M, K], and bias
+    [N + M]; the outputs behind N go through the gate, and here. `add`: out is added to instead of
+    written.
     """
-    num_out, width = out.shape[1], weight.shape[1]
+    num_plain, width = out.shape[1], weight.shape[1]
+    num_out = num_plain + (0 if opened is None else opened.shape[1])
     assert x.shape == (1, width) and weight.is_contiguous() and weight.shape[0] >= num_out
-    assert not (gated and bias is not None), "no model has both"
+    assert not (gated and (bias is not None or opened is not None)), "no model has both"
+    assert norm is not None or not centred
     rows, block = _tuning(width, norm is not None, gated)
     gain, eps = norm or (x, 0.0)
     _gemv[(triton.cdiv(num_out, rows),)](
-        x, weight, x if bias is None else bias, gain, out, eps, num_out,
-        K=width, ROWS=rows, BLOCK_K=block, NORM=norm is not None, BIAS=bias is not None,
-        GATED=gated, GELU=gate == "gelu", ADD=add, num_warps=4, **chained(x.device),
+        x, weight, x if bias is None else bias, gain, out, out if opened is None else opened, eps,
+        num_out, num_plain, K=width, ROWS=rows, BLOCK_K=block, NORM=norm is not None,
+        CENTRED=centred, BIAS=bias is not None, GATED=gated, OPENS=opened is not None,
+        GELU=gate == "gelu", ADD=add, num_warps=4, **chained(x.device),
     )  # fmt: skip

@@ -27,11 +27,10 @@ from mmserve.engine.vision_stream import CapturedTower, VisionStream
 from mmserve.kernels import work
 from mmserve.kernels.attention import Scratch
 from mmserve.kernels.fused import Turns
-from mmserve.kernels.gemv import gemv
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.reference import NOWHERE, vision_slot
 from mmserve.kernels.work_builder import WorkBuilder
-from mmserve.model import cuda_layer
+from mmserve.model import cuda_install
 from mmserve.model.adapter import Features
 from mmserve.model.cuda_step import DENSE_MULTIPLE, CUDAStep, DenseChunk
 from mmserve.model.cuda_tower import fuse_towers
@@ -89,7 +88,7 @@ class CUDARunner(ModelRunner):
         return self._sliced
 
     def _fuse(self) -> None:
-        self._fused = cuda_layer.install(self.adapter, bare=not self.stock)
+        self._fused = cuda_install.install(self.adapter, bare=not self.stock)
         if self._sliced and not self._fused:
             raise ValueError("deterministic needs layers of a kind that is fused")
         shows = not self.stock or hasattr(self.adapter.model.config, "vision_config")
@@ -363,12 +362,7 @@ class CUDARunner(ModelRunner):
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.stock:
             return self.adapter.logits(hidden)
-        head = self.lm.lm_head
-        if len(hidden) > 1 or head.bias is not None or not self._fused:
-            out: Tensor = head(hidden)
-            return out
-        out = hidden.new_empty(1, len(head.weight))
-        gemv(hidden, head.weight, out)
+        out: Tensor = self.lm.lm_head(hidden)
         return out
 
 

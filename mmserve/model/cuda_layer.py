@@ -1,6 +1,6 @@
 """A whole decoder layer on a GPU: four matrix products and Triton between them.
 
-Owns the layer and the final norm that take the place of transformers' own, and which of them they
+Owns the layer of most families, which takes the place of transformers' own, and which of theirs it
 can stand for. Knows nothing of sequences, scheduling or where keys are held. Long products are
 cuBLAS's; a single row is a matter of reading weights and has a kernel of its own.
 """
@@ -17,8 +17,7 @@ from torch.nn import functional
 from mmserve.kernels import fused
 from mmserve.kernels.fused import Gate, Norm
 from mmserve.kernels.gemv import gemv
-from mmserve.model.adapter import Adapter
-from mmserve.model.attention import Probe
+from mmserve.model.cuda_heads import CUDAHeads
 from mmserve.model.cuda_step import CUDAStep
 
 # Of decoders that are nothing but such layers and a norm behind them.
@@ -45,26 +44,23 @@ class CUDALayer(nn.Module):
         """`softcap`: of its attention's scores."""
         super().__init__()
         attend, mlp = layer.self_attn, layer.mlp
-        self.index: int = attend.layer_idx
-        self.head_dim: int = attend.head_dim
-        self.scaling: float = attend.scaling
-        self.softcap = softcap
-        self.qkv, self.qkv_bias = _pack(*_parts(attend, "qkv", ("q", "k", "v")))
-        self.out, _ = _pack(attend.o_proj)
-        self.gate_up, _ = _pack(*_parts(mlp, "gate_up", ("gate", "up")))
-        self.down, _ = _pack(mlp.down_proj)
-        gate = _gate_of(mlp)
+        self.qkv, self.qkv_bias = pack(*_parts(attend, "qkv", ("q", "k", "v")))
+        self.out, _ = pack(attend.o_proj)
+        self.gate_up, _ = pack(*_parts(mlp, "gate_up", ("gate", "up")))
+        self.down, _ = pack(mlp.down_proj)
+        gate = gate_of(mlp)
         assert gate is not None, "does not fit"
         self.gate: Gate = gate
-        first, second = _norm_of(layer.input_layernorm), _norm_of(layer.post_attention_layernorm)
+        first, second = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
         self.before, self.after = (first, second), None
         if hasattr(layer, "pre_feedforward_layernorm"):  # the second is what its name says
-            self.before = first, _norm_of(layer.pre_feedforward_layernorm)
-            self.after = second, _norm_of(layer.post_feedforward_layernorm)
-        self.head_norm: fused.HeadNorm | None = None
+            self.before = first, norm_of(layer.pre_feedforward_layernorm)
+            self.after = second, norm_of(layer.post_feedforward_layernorm)
+        head_norm: fused.HeadNorm | None = None
         if hasattr(attend, "q_norm"):
-            (q_weight, eps), (k_weight, _) = _norm_of(attend.q_norm), _norm_of(attend.k_norm)
-            self.head_norm = fused.HeadNorm(q_weight, k_weight, eps)
+            (q_weight, eps), (k_weight, _) = norm_of(attend.q_norm), norm_of(attend.k_norm)
+            head_norm = fused.HeadNorm(q_weight, k_weight, eps)
+        self.heads = CUDAHeads(attend, head_norm, softcap)
 
     @staticmethod
     def fits(layer: Any) -> bool:
@@ -73,7 +69,7 @@ class CUDALayer(nn.Module):
             return False
         attend, mlp = layer.self_attn, layer.mlp
         plain = (attend.o_proj, mlp.down_proj, *_parts(mlp, "gate_up", ("gate", "up")))
-        return _gate_of(mlp) is not None and all(linear.bias is None for linear in plain)
+        return gate_of(mlp) is not None and all(linear.bias is None for linear in plain)
 
     def forward(
         self,
@@ -83,28 +79,14 @@ class CUDALayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **__: Any,
     ) -> Tensor:
-        """hidden_states [1, T, hidden] -> the same, updated in place.
-
-        `position_embeddings`: cos and sin [1, T, R] by the model's own rotary module, for steps
-        without `turns`; the first R of a head's dimensions are turned.
-        """
+        """hidden_states [1, T, hidden] -> the same, updated in place; see `CUDAHeads.read`."""
         x = hidden_states[0]
         if len(x) == 1:
             qkv = x.new_empty(1, len(self.qkv))
             gemv(x, self.qkv, qkv, bias=self.qkv_bias, norm=self.before[0])
         else:
             qkv = functional.linear(rms_norm(x, *self.before[0]), self.qkv, self.qkv_bias)
-        turns, rotary = step.turns, None
-        if turns is None:
-            assert position_embeddings is not None
-            cos, sin = (part[0] for part in position_embeddings)
-            turns, rotary = fused.Turns(cos, sin), cos.shape[1]
-        text, vision = step.pools(self.index)
-        num_heads = qkv.shape[1] // self.head_dim - 2 * text[0].shape[0]
-        q = x.new_empty(len(x), num_heads, self.head_dim)
-        slots = step.slots[step.places[self.index][0]]
-        fused.rotate_store(qkv, turns, slots, q, text, vision, self.head_norm, rotary)
-        read = step.read(self.index, q, self.scaling, self.softcap).flatten(1)
+        read = self.heads.read(qkv, step, position_embeddings)
         if len(x) == 1:
             self._finish_row(x, read)
         else:
@@ -143,66 +125,6 @@ class CUDALayer(nn.Module):
             fused.add_normed(functional.linear(gated, self.down), x, *self.after[1])
 
 
-class CUDANorm(nn.Module):
-    """Drop-in for a transformers RMS norm."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.norm = _norm_of(norm)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[1, T, hidden] -> the same, anew."""
-        return rms_norm(hidden_states[0], *self.norm)[None]
-
-
-def install(adapter: Adapter, *, bare: bool) -> bool:
-    """Put ours in the place of a decoder's layers that fit, and of its last norm; whether all fit.
-
-    `bare`: they are to be run one after another, without the decoder's own forward: all or none.
-    """
-    decoder = adapter.decoder
-    fitting = {i for i, layer in enumerate(decoder.layers) if CUDALayer.fits(layer)}
-    if not bare:
-        fitting &= _turned_by_row(adapter) if fitting else set()
-    elif any(type(layer).__name__ not in BARE for layer in decoder.layers):
-        fitting = set()
-    whole = len(fitting) == len(decoder.layers)
-    if bare and not whole:
-        return False
-    norms = {type(decoder.layers[i].input_layernorm) for i in fitting}
-    for i in fitting:
-        decoder.layers[i] = CUDALayer(decoder.layers[i], adapter.layers[i].softcap)
-    if norms and type(decoder.norm) in norms:  # others may call it otherwise
-        decoder.norm = CUDANorm(decoder.norm)
-    return whole
-
-
-@torch.inference_mode()
-def _turned_by_row(adapter: Adapter) -> set[int]:
-    """The layers to which the decoder gives cosines and sines as `CUDALayer` takes them."""
-    found = set()
-
-    def hear(index: int, _: nn.Module, __: Any, given: dict[str, Any]) -> None:
-        head_dim = adapter.layers[index].head_dim
-        parts = given.get("position_embeddings") or ()
-        whole = [p.dim() == 3 and p.shape[:2] == (1, 1) and p.shape[2] <= head_dim for p in parts]
-        if len(whole) == 2 and all(whole):
-            found.add(index)
-
-    hooks = [
-        layer.register_forward_pre_hook(partial(hear, i), with_kwargs=True)
-        for i, layer in enumerate(adapter.decoder.layers)
-    ]
-    where = torch.zeros((adapter.axes, 1) if adapter.axes > 1 else (1,), dtype=torch.long)
-    embeds = torch.zeros(1, adapter.hidden_size, device=adapter.device, dtype=adapter.dtype)
-    try:
-        adapter.decode(embeds, where.to(adapter.device), Probe())
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """x [T, hidden]."""
     out = torch.empty_like(x)
@@ -210,14 +132,14 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return out
 
 
-def _norm_of(norm: Any) -> Norm:
+def norm_of(norm: Any) -> Norm:
     weight = norm.weight.detach()
     if type(norm).__name__.startswith("Gemma"):  # which keeps how far the gain is from one
         return 1 + weight.float(), float(norm.eps)
     return weight, float(norm.variance_epsilon)
 
 
-def _gate_of(mlp: Any) -> Gate | None:
+def gate_of(mlp: Any) -> Gate | None:
     """Which of GATES an MLP's activation is."""
     activation = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
     x = torch.linspace(-8, 8, 65)
@@ -231,7 +153,7 @@ def _parts(module: Any, packed: str, names: tuple[str, ...]) -> list[Any]:
     return [getattr(module, f"{name}_proj") for name in names] if whole is None else [whole]
 
 
-def _pack(*layers: Any) -> tuple[Tensor, Tensor | None]:
+def pack(*layers: Any) -> tuple[Tensor, Tensor | None]:
     weights = [layer.weight.detach() for layer in layers]
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0].contiguous()

@@ -95,9 +95,11 @@ class CUDAStep:
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """q [T, H, D] over what is stored -> [T, H, D]."""
-        group, out, pools = self.places[layer][0], torch.empty_like(q), self.pools(layer)
+        """q [T, H, D] over what is stored -> [T, H, D], contiguous, in `out` where there is one."""
+        out = torch.empty_like(q) if out is None else out
+        group, pools = self.places[layer][0], self.pools(layer)
         attention.paged_attention(
             *(q, self.work, *pools, self.rope, scale, self.scratch, out, self.launch),
             group=group,

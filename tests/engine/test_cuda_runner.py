@@ -22,6 +22,7 @@ from mmserve.engine.engine import Engine
 from mmserve.engine.graphs import Graphs
 from mmserve.engine.model_runner import ModelRunner
 from mmserve.model import cuda_step
+from mmserve.model.cuda_install import KINDS
 from mmserve.model.cuda_layer import CUDALayer
 from mmserve.model.weights import load
 from mmserve.request import BeamParams, SamplingParams, Segment, Streaming, TextSegment
@@ -31,7 +32,7 @@ from tests.engine.tiny import tiny_config, tiny_model
 from tests.model import families
 from tests.model.border import open_border
 from tests.model.dense import dense_logits, embed
-from tests.model.family_text import BODY, TEXT, Recipe, gemma_tokens, phi3
+from tests.model.family_text import BODY, TEXT, Recipe, gemma_tokens, phi, phi3
 from tests.model.family_text import ids as ids_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,14 +154,21 @@ def phi4() -> Recipe:
     return recipe
 
 
+def phi_with_normed_heads() -> Recipe:
+    recipe = phi()
+    recipe.config.qk_layernorm = True
+    return recipe
+
+
 # Windows; layers of two kinds, capped scores; whole images; whole prompts; cross attention; angles
-# that change with the length; positions of three axes, and features between the layers; layers of
-# another kind. Whether all layers are fused, and whether any is.
+# that change with the length; positions of three axes, and features between the layers; attention
+# beside the MLP; layers of another kind. Whether all layers are fused, and whether any is.
 CHECKPOINTS = {
     **dict.fromkeys(("mistral", "qwen2_5_vl", "qwen3_vl", "phi3", "phi4"), (True, True)),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "paligemma2"), (True, True)),
     "mllama": (False, True),
-    "phi": (False, False),
+    "phi": (True, True),
+    "phi_with_normed_heads": (False, False),
 }
 
 
@@ -169,7 +177,7 @@ def test_public_checkpoints_answer_as_by_the_plain_runner(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Two requests at once, text and one with a picture; a prompt is computed in two steps."""
-    for recipe in (gemma, phi4):
+    for recipe in (gemma, phi4, phi_with_normed_heads):
         monkeypatch.setitem(TEXT, recipe.__name__, recipe)
     folder = families.build(name, tmp_path_factory.getbasetemp() / "families")
     family = Family(name, folder, open_border(folder))
@@ -183,7 +191,7 @@ def test_public_checkpoints_answer_as_by_the_plain_runner(
         answers.append([(driver.tokens(i), torch.stack(driver.logits[i]).cpu()) for i in ids])
     runner: Any = driver.engine.runner
     assert isinstance(runner, CUDARunner)
-    fused = [isinstance(layer, CUDALayer) for layer in runner.adapter.decoder.layers]
+    fused = [isinstance(layer, KINDS) for layer in runner.adapter.decoder.layers]
     assert (runner._fused, any(fused)) == (all(fused), any(fused)) == CHECKPOINTS[name]
     for (wanted, expected), (tokens, logits) in zip(*answers, strict=True):
         assert tokens == wanted

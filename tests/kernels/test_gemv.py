@@ -65,3 +65,23 @@ def test_the_gated_product_with_norm(
     out = torch.full((1, num_out), torch.nan, dtype=dtype, device=DEVICE)
     gemv(x, weight, out, norm=(gain, 1e-5), gated=True, gate=gate)
     assert_close(out, GATES[gate](opens) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("plain", "behind", "width"), [(1, 1, 16), (5, 20, 80), (3, 4, 4100)])
+def test_outputs_behind_the_plain_ones_go_through_the_gate(
+    plain: int, behind: int, width: int, dtype: torch.dtype
+) -> None:
+    """Of a row that is layer-normed first."""
+    x = randn(1, width, dtype=dtype) + 3.0
+    weight, gain = randn(plain + behind, width, dtype=dtype), randn(width, dtype=dtype)
+    bias = randn(plain + behind, dtype=torch.float32)
+    normed = functional.layer_norm(x.double(), (width,), gain.double(), None, 1e-5)
+    expected = functional.linear(normed, weight.double(), bias.double())
+    out = torch.full((1, plain), torch.nan, dtype=dtype, device=DEVICE)
+    opened = torch.full((1, behind + 2), torch.nan, dtype=dtype, device=DEVICE)
+    norm: dict[str, Any] = {"norm": (gain, 1e-5), "centred": True}
+    gemv(x, weight, out, bias=bias, opened=opened[:, 1:-1], gate="gelu", **norm)
+    assert_close(out, expected[:, :plain])
+    assert_close(opened[:, 1:-1], GATES["gelu"](expected[:, plain:]))
+    assert bool(opened[:, [0, -1]].isnan().all())

@@ -1,0 +1,53 @@
+"""What lies between a layer's first product and its attention's output on a GPU.
+
+Owns the turning of heads, the write of keys and values, and the reading. Knows nothing of weights
+but the heads' own norms, and nothing of sequences or where keys are held.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mmserve.kernels import fused
+from mmserve.model.cuda_step import CUDAStep
+
+
+class CUDAHeads:
+    """All heads of one layer."""
+
+    def __init__(
+        self, attend: Any, norm: fused.HeadNorm | None = None, softcap: float | None = None
+    ) -> None:
+        """`attend`: transformers' module; `norm`: of every head; `softcap`: of the scores."""
+        self.index: int = attend.layer_idx
+        self.head_dim: int = attend.head_dim
+        self.scaling: float = attend.scaling
+        self.norm, self.softcap = norm, softcap
+
+    def read(
+        self,
+        qkv: Tensor,
+        step: CUDAStep,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """qkv [T, (H + 2 Hkv) D], rows contiguous -> what the heads have read [T, H D], in `out`
+        where there is one.
+
+        `position_embeddings`: cos and sin [1, T, R] by the model's own rotary module, for steps
+        without `turns`; the first R of a head's dimensions are turned.
+        """
+        turns, rotary = step.turns, None
+        if turns is None:
+            assert position_embeddings is not None
+            cos, sin = (part[0] for part in position_embeddings)
+            turns, rotary = fused.Turns(cos, sin), cos.shape[1]
+        text, vision = step.pools(self.index)
+        num_heads = qkv.shape[1] // self.head_dim - 2 * text[0].shape[0]
+        q = qkv.new_empty(len(qkv), num_heads, self.head_dim)
+        slots = step.slots[step.places[self.index][0]]
+        fused.rotate_store(qkv, turns, slots, q, text, vision, self.norm, rotary)
+        into = None if out is None else out.view(q.shape)
+        return step.read(self.index, q, self.scaling, self.softcap, out=into).flatten(1)
