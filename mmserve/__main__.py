@@ -193,7 +193,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--api-key", action="append", help="may be given several times")
     serve.add_argument("--api-key-file", type=flags.file, help="keys separated by white space")
     serve.add_argument(
-        "--admin-key", action="append", help="for `mmserve kv`; may be given several times"
+        "--admin-key", action="append", help="for `mmserve kv` and the KV view; several times"
     )
     serve.add_argument("--allow-origin", action="append", metavar="ORIGIN")
     serve.add_argument("--ssl-certfile", type=flags.file)

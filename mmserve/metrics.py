@@ -6,7 +6,7 @@ thread sets and adds while the server's loop renders, which prometheus_client ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -218,6 +218,15 @@ class Metrics:
         """All metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
+    def values(self) -> dict[str, float]:
+        """Every sample under the name it has in the Prometheus text, labels included."""
+        return {
+            _sample_name(sample.name, sample.labels): sample.value
+            for metric in self._registry.collect()
+            for sample in metric.samples
+            if not sample.name.endswith("_created")
+        }
+
     def _labelled(self, kind: type[M], name: str, text: str, *labels: str) -> M:
         return kind(PREFIX + name, text, labels, registry=self._registry)
 
@@ -229,3 +238,8 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
+
+
+def _sample_name(name: str, labels: Mapping[str, str]) -> str:
+    inner = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
+    return f"{name}{{{inner}}}" if inner else name

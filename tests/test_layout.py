@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 60
 
 TYPES = {
     *("config", "errors", "request", "prompt", "tokenizer", "guarded", "hub_prompt"),
-    *("tools", "metrics", "energy", "regimes", "held_image", "session"),
+    *("tools", "metrics", "energy", "regimes", "held_image", "session", "kv_snapshot"),
 }
 # Page counts, no tensors.
 BOOKS = {
@@ -47,6 +47,7 @@ ALLOWED = {
     "metrics": set(),
     "energy": set(),
     "held_image": set(),
+    "kv_snapshot": set(),
     "tools": set(),
     "prompt": {"errors", "request", "tokenizer", "tools"},
     "guarded": set(),
@@ -54,7 +55,7 @@ ALLOWED = {
     "kernels": set(),
     "vision": {"config", "errors", "kernels"},
     "cache": {"config", "request", "kernels"},
-    "scheduler": {"config", "errors", "request", "sequence", "spec.draft", *BOOKS},
+    "scheduler": {"config", "errors", "request", "sequence", "spec.draft", "kv_snapshot", *BOOKS},
     "model": {
         "config",
         "errors",
@@ -89,6 +90,7 @@ FORBIDDEN = {
     "regimes": {"*"},
     "request": {"*"},
     "held_image": {"*"},
+    "kv_snapshot": {"*"},
     "streaming": {"*"},
     "keys": {"*"},
     "sequence": {"*"},

@@ -123,3 +123,17 @@ def test_a_tier_is_shown_by_its_name() -> None:
     assert found["mmserve:tier_pages", (("tier", "disk"),)] == 7
     moved = (("direction", "up"), ("tier", "disk"))
     assert found["mmserve:tier_moved_bytes_total", moved] == 1000
+
+
+def test_values_are_those_of_the_text() -> None:
+    metrics = Metrics()
+    metrics.generation_tokens.inc(3)
+    metrics.time_to_first_token_seconds.observe(0.2)
+    metrics.set_pages("text", active=1, cached=2, free=3)
+    values = metrics.values()
+    assert values["mmserve:generation_tokens_total"] == 3
+    assert values['mmserve:time_to_first_token_seconds_bucket{le="0.25"}'] == 1
+    assert values['mmserve:pages{pool="text",state="cached"}'] == 2
+    named = {(name, dict(labels)["le"]) for name, labels in shown(metrics) if "le" in dict(labels)}
+    assert len(values) == len([k for k in shown(metrics) if not k[0].endswith("_created")])
+    assert all(f'{name}{{le="{edge}"}}' in values for name, edge in named)

@@ -101,13 +101,15 @@ class RadixCache:
         node, pages = self._walk(keys, len(keys) // self._page_size)
         return MatchResult(pages, len(pages[0]) * self._page_size, node)
 
-    def insert(self, keys: Keys, pages: Sequence[Sequence[int]]) -> InsertResult:
+    def insert(
+        self, keys: Keys, pages: Sequence[Sequence[int]], writer: str | None = None
+    ) -> InsertResult:
         """Stores the whole pages of `keys`; of each group, pages[i] holds keys [i*page_size,
         (i+1)*page_size), or is a HOLE in a window.
 
         A trailing part of a page, or keys beyond the given pages, are not stored. Where the prefix
         is known already the tree keeps its own pages and fills its holes. The caller keeps its
-        references.
+        references. `writer`: noted of what is new.
         """
         size = self._page_size
         num_pages = min(len(keys) // size, *map(len, pages))
@@ -118,7 +120,7 @@ class RadixCache:
         new = [list(part[start:num_pages]) for part in pages]
         if any(page != HOLE for part in new for page in part):
             child = RadixNode(list(keys[start * size : num_pages * size]), new, node)
-            child.last_used = self._tick
+            child.last_used, child.writer = self._tick, writer
             node.children[tuple(child.keys[:size])] = child
             self._leaves.discard(node)
             self._leaves.add(child)
@@ -243,7 +245,7 @@ class RadixCache:
         heads = [part[:num_pages] for part in node.pages]
         upper = RadixNode(node.keys[:border], heads, node.parent)
         upper.locks, node.memo = node.locks, None
-        upper.last_used = node.last_used
+        upper.last_used, upper.writer = node.last_used, node.writer
         node.parent.children[tuple(upper.keys[:size])] = upper
         node.keys, node.pages = node.keys[border:], [part[num_pages:] for part in node.pages]
         node.parent = upper

@@ -19,7 +19,7 @@ Needs = Callable[[int], Sequence[int] | None]
 class RadixNode:
     """A run of whole pages below its parent. Outside this module it is a handle to lock."""
 
-    __slots__ = ("keys", "pages", "parent", "children", "locks", "last_used", "memo")
+    __slots__ = ("keys", "pages", "parent", "children", "locks", "last_used", "memo", "writer")
 
     def __init__(
         self, keys: list[Hashable], pages: list[list[int]], parent: RadixNode | None
@@ -31,6 +31,7 @@ class RadixNode:
         self.locks = 0  # locks on this node or below it
         self.last_used = 0  # ticks
         self.memo: Any = None  # whatever who listens to evictions notes of it; gone by a split
+        self.writer: str | None = None  # whoever put it in, where that is known
 
     @property
     def num_pages(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,13 +23,15 @@ class EntryState(enum.Enum):
 
 @dataclass
 class VisionEntry:
-    """One image's place. `hits`: how often it was found. Read-only outside this module."""
+    """One image's place. `hits`: how often it was found. `writer`: whoever it was reserved for,
+    where that is known. Read-only outside this module."""
 
     pages: list[int]
     num_tokens: int
     state: EntryState = EntryState.WRITING
     references: int = 0
     hits: int = 0
+    writer: str | None = None
 
     @property
     def ready(self) -> bool:
@@ -118,6 +120,13 @@ class VisionIndex:
         held = [digest for digest in self._entries if not self._is_idle(digest)]
         return [(d, self._entries[d]) for d in (*held, *idle) if self._entries[d].ready]
 
+    def entries(self) -> Iterable[tuple[bytes, VisionEntry]]:
+        """Every image that has pages, readable or not; until something changes here."""
+        return self._entries.items()
+
+    def is_pinned(self, digest: bytes) -> bool:
+        return digest in self._pinned
+
     def acquire(self, digest: bytes) -> list[int] | None:
         """Adds a reference and returns the pages; None when the image is absent or failed.
 
@@ -137,7 +146,7 @@ class VisionIndex:
         assert entry.references > 0, "an image that nobody holds cannot be retained"
         entry.references += 1
 
-    def reserve(self, digest: bytes, num_tokens: int) -> list[int]:
+    def reserve(self, digest: bytes, num_tokens: int, writer: str | None = None) -> list[int]:
         """Pages for an absent image, one reference, to be written and then marked ready.
 
         Evicts idle images as needed. Raises `PagePoolExhausted`, and changes nothing, when free
@@ -154,7 +163,7 @@ class VisionIndex:
             self._set_idle(victim, False)
             self._forget(victim)
             self.stats.evictions += 1
-        entry = VisionEntry(self._pool.allocate(needed), num_tokens)
+        entry = VisionEntry(self._pool.allocate(needed), num_tokens, writer=writer)
         self._entries[digest] = entry
         self._hold(digest, entry)
         self.stats.misses += 1
@@ -170,7 +179,9 @@ class VisionIndex:
         spared = sum(len(entry.pages) for d, entry in known.items() if self._is_idle(d))
         return needed <= self.num_available - spared
 
-    def acquire_all(self, images: Sequence[tuple[bytes, int]]) -> AcquireResult | None:
+    def acquire_all(
+        self, images: Sequence[tuple[bytes, int]], writer: str | None = None
+    ) -> AcquireResult | None:
         """Holds every image (digest, visual tokens) of one sequence, or none of them.
 
         One reference per occurrence, so a repeated image is released once per occurrence too.
@@ -190,7 +201,7 @@ class VisionIndex:
             if digest in known:
                 continue
             if self.acquire(digest) is None:
-                self.reserve(digest, num_tokens)
+                self.reserve(digest, num_tokens, writer)
                 missing.append(digest)
         return AcquireResult({d: self._entries[d].pages for d in sizes}, missing)
 
@@ -234,11 +245,18 @@ class VisionIndex:
             del self._kept[digest]
             self._idle[digest] = None
 
+    def drop(self, digest: bytes) -> bool:
+        """Forgets one image, pinned or not, that nobody refers to. False: there is none such."""
+        if not self._is_idle(digest):
+            return False
+        self._set_idle(digest, False)
+        self._forget(digest)
+        return True
+
     def clear(self) -> None:
         """Forgets every idle image, pinned ones excepted."""
         for digest in list(self._idle):
-            self._set_idle(digest, False)
-            self._forget(digest)
+            self.drop(digest)
 
     def check_invariants(self) -> None:
         """Entries, idle list, counters and the page pool agree with each other."""

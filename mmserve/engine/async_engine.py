@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +20,11 @@ from typing import Any, TypeVar
 import numba
 import torch
 
-from mmserve.config import EngineConfig, ImageLimits
+from mmserve.config import EngineConfig
 from mmserve.engine import kv_sharing
-from mmserve.engine.border import GREEDY, build_border
+from mmserve.engine.border import build_border
 from mmserve.engine.engine import Engine, Event
+from mmserve.engine.model_info import ModelInfo
 from mmserve.engine.model_runner import resolve_dtype
 from mmserve.engine.refusals import counted, counted_later
 from mmserve.engine.sampling_limits import validate
@@ -36,6 +36,7 @@ from mmserve.errors import (
     TooManyImagesError,
 )
 from mmserve.held_image import HeldImage, ImageId
+from mmserve.kv_snapshot import Snapshot
 from mmserve.metrics import Metrics
 from mmserve.model.hub import is_native
 from mmserve.model.loader import resolve_device
@@ -52,28 +53,12 @@ from mmserve.request import (
     TokenEvent,
     Usage,
 )
-from mmserve.tools import HERMES, ToolFormat
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 STALL_S = 10.0  # no progress for so long is reported
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """What a server tells its clients about the model."""
-
-    name: str
-    max_model_len: int
-    image_tokens: int
-    image_limits: ImageLimits
-    created: int
-    default_sampling: SamplingParams = GREEDY
-    tool_format: ToolFormat | None = HERMES  # None: it cannot be told of tools
-    vision_mode: str = "isolated"
-    blend_tokens: int | None = None  # in blend mode
 
 
 class Generation:
@@ -254,6 +239,14 @@ class AsyncEngine:
     def unpin_image(self, image: ImageId) -> None:
         """Soon, and harmless when it is not pinned."""
         self._commands.put(lambda engine: engine.images.unpin(image))
+
+    async def kv_snapshot(self) -> Snapshot:
+        """Whose each page of the pools is, between two steps."""
+        return await self.call(self.engine.page_owners.look)
+
+    async def drop_image(self, key: bytes) -> bool:
+        """Forget an image's KV, of the vision pools alone. False: it is not there, or in use."""
+        return await self.call(partial(self.engine.images.drop, key))
 
     async def count(self, texts: Sequence[str]) -> list[int]:
         """The tokens of each text by itself."""

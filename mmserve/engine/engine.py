@@ -42,6 +42,7 @@ from mmserve.model.weights import Loaded
 from mmserve.request import FinishReason, ImageSegment, Request, TokenEvent
 from mmserve.scheduler.admission import beam_limit
 from mmserve.scheduler.batch import Batch, Chunk
+from mmserve.scheduler.page_owners import PageOwners
 from mmserve.scheduler.scheduler import Scheduler
 from mmserve.sequence import Sequence
 from mmserve.spec.draft import Draft
@@ -100,6 +101,9 @@ class Engine:
             self.tiers.image_tier if self.tiers is not None else lambda key: None,
         )
         self.images = self._images.kv
+        runner = self.runner
+        text, vision = ([p.shape.page_bytes for p in of] for of in (runner.text, runner.vision))
+        self.page_owners = PageOwners(self.scheduler, text, vision)
         self.default_sampling = border.sampling
         # Tokens that can be chosen, and can be spoken of.
         self.vocab_size = min(self.tokenizer.vocab_size, self.runner.adapter.vocab_size)

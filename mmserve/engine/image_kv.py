@@ -79,6 +79,16 @@ class ImageKV:
             for pool in self._pools:
                 pool.index.pin(key)
 
+    def drop(self, key: bytes) -> bool:
+        """Forget what lies under a key in the pools; False: it is not there, or somebody reads it.
+
+        What tiers have of it stays, and what is pinned is kept again once it is back.
+        """
+        entries = [pool.index.lookup(key) for pool in self._pools]
+        if any(entry is not None and entry.references for entry in entries):
+            return False
+        return sum(pool.index.drop(key) for pool in self._pools) > 0
+
     def unpin(self, image: ImageId) -> None:
         """Harmless when it is not pinned."""
         pin = self._pinned.pop(image, None)

@@ -246,7 +246,7 @@ class Lifter:
                 [taken[n].get(p, known[p] if p < len(known) else HOLE) for p in range(end)]
                 for n, known in enumerate(found.pages)
             ]
-            radix.insert(seq.keys[: end * size], tables)
+            radix.insert(seq.keys[: end * size], tables, seq.id)
         finally:
             for g, own in zip(groups, new, strict=True):
                 self._holdings.text[g].release(own)

@@ -174,7 +174,7 @@ class Holdings:
         for placed in seq.images:
             placed.pages = [[] for _ in self.groups]
         for g, images in enumerate(wanted):
-            acquired = self.vision[g].acquire_all(sizes[g])
+            acquired = self.vision[g].acquire_all(sizes[g], seq.id)
             assert acquired is not None
             missing.update(acquired.missing)
             for placed in images:
@@ -325,7 +325,7 @@ class Holdings:
         if not self.radix or not full:
             return
         pages = [seq.tables[g][:full] for g in self.text_groups]
-        self.radix.insert(seq.keys[: full * self.page_size], pages)
+        self.radix.insert(seq.keys[: full * self.page_size], pages, seq.id)
         self.changes += 1
 
     # -- images ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from mmserve.server import (
     conversation_images,
     files,
     kv_files,
+    kv_view,
     ops,
     realtime,
     responses,
@@ -36,6 +37,7 @@ from mmserve.server.errors import on_http_exception, on_request_error
 from mmserve.server.files import FileStore
 from mmserve.server.image_keeper import ImageKeeper
 from mmserve.server.journal import Database, Journal, NoJournal
+from mmserve.server.kv_feed import KVFeed
 from mmserve.server.page import Page
 from mmserve.server.server_metrics import ServerMetrics
 from mmserve.server.services import Services
@@ -65,6 +67,7 @@ def _services(engine: EngineFace, config: ServerConfig) -> Services:
         responses=responses,
         metrics=ServerMetrics(),
         images=images,
+        kv_feed=KVFeed(engine, responses),
     )
 
 
@@ -145,6 +148,7 @@ def create_app(
             *responses_ws.ROUTES,
             *realtime.ROUTES,
             *kv_files.ROUTES,
+            *kv_view.ROUTES,
         ],
         middleware=_middleware(config, services.metrics),
         exception_handlers={

@@ -33,6 +33,8 @@ KEY_SUBPROTOCOL = "openai-insecure-api-key."
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 OPEN_PATHS = frozenset({"/health", "/health/live"})
 ADMIN_PATH = "/v1/kv"  # reads and plants what belongs to everybody
+VIEW_PATH = f"{ADMIN_PATH}/view"  # tells of it in counts and ids, and forgets
+FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 CLOSED_ROOTS = frozenset({"v1", "metrics", "version"})  # the rest is the page, which holds no data
 
 
@@ -71,8 +73,12 @@ def needs_key(path: str) -> bool:
     return path not in OPEN_PATHS and path.lstrip("/").split("/", 1)[0] in CLOSED_ROOTS
 
 
+def _under(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}/")
+
+
 def needs_admin(path: str) -> bool:
-    return path == ADMIN_PATH or path.startswith(f"{ADMIN_PATH}/")
+    return _under(path, ADMIN_PATH)
 
 
 class Guard:
@@ -92,7 +98,11 @@ class Guard:
         scope["mmserve.owner"] = ANONYMOUS
         try:
             if needs_admin(scope["path"]):
-                scope["mmserve.owner"] = self._owner(connection, self._admins)
+                if self._keys or self._admins or not _under(scope["path"], VIEW_PATH):
+                    scope["mmserve.owner"] = self._owner(connection, self._admins)
+                else:
+                    self._check_near(connection)
+                    self._check_site(connection)
             elif self._keys:
                 if needs_key(scope["path"]):
                     scope["mmserve.owner"] = self._owner(connection, self._keys)
@@ -117,6 +127,15 @@ class Guard:
                 "No API key was given." if key is None else "The API key is not valid."
             )
         return owner
+
+    def _check_near(self, connection: HTTPConnection) -> None:
+        """Without any key, only a browser on this machine, and not through somebody's proxy."""
+        client = connection.client
+        relayed = any(name in connection.headers for name in FORWARDED)
+        if relayed or client is None or client.host not in LOOPBACK:
+            raise AdminOnlyError(
+                "Without an admin key (--admin-key) this is shown on the server's own machine only."
+            )
 
     def _check_site(self, connection: HTTPConnection) -> None:
         """Without keys a foreign page must not reach us, neither directly nor by DNS rebinding."""

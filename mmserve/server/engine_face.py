@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mmserve.config import ImageLimits
 from mmserve.held_image import HeldImage, ImageId
+from mmserve.kv_snapshot import Snapshot
 from mmserve.prompt import Message, Prompt
 from mmserve.request import Constraint, SamplingParams, Streaming, TokenEvent
 from mmserve.tools import ToolFormat
@@ -68,6 +69,9 @@ class MetricsFace(Protocol):
     def render(self) -> bytes:
         """The Prometheus text exposition."""
 
+    def values(self) -> dict[str, float]:
+        """The same, by name. Any thread may ask."""
+
 
 class EngineFace(Protocol):
     @property
@@ -102,6 +106,12 @@ class EngineFace(Protocol):
 
     def unpin_image(self, image: ImageId) -> None:
         """Soon, and harmless when it is not pinned."""
+
+    async def kv_snapshot(self) -> Snapshot:
+        """Whose each page of the pools is."""
+
+    async def drop_image(self, key: bytes) -> bool:
+        """Forget an image's KV, of the vision pools alone. False: it is not there, or in use."""
 
     async def count(self, texts: Sequence[str]) -> list[int]:
         """The tokens of each text by itself."""

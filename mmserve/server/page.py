@@ -24,6 +24,7 @@ SECURITY = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
+ENTRIES = {"kv": "kv.html"}  # pages beside the first, by path
 NOT_BUILT = "The chat page is not built. Run: cd web && npm ci && npm run build\n"
 
 
@@ -44,10 +45,11 @@ class Page:
         path = scope["path"].strip("/")
         if path.split("/", 1)[0] in CLOSED_ROOTS:
             return error_response(NotFoundError("There is nothing at this path."))
-        if path in ("", "index.html") and not (self._folder / "index.html").is_file():
+        if path in ("", "index.html", *ENTRIES) and not (self._folder / "index.html").is_file():
             return PlainTextResponse(NOT_BUILT, headers=SECURITY)
         try:
-            response = await self._files.get_response(self._files.get_path(scope), scope)
+            file = ENTRIES.get(path) or self._files.get_path(scope)
+            response = await self._files.get_response(file, scope)
         except HTTPException as error:
             return error_response(from_http_exception(error))
         response.headers.update(SECURITY)

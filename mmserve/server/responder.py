@@ -132,6 +132,7 @@ class Responder:
         turn = Turn(id, self._owner, laid.new, parent, prefill=request.prefill, durable=durable)
         turn.session = laid.state
         if laid is not history or (parent is not None and parent.kept is not None):
+            turn.root = None if parent is None else parent.conversation
             turn.parent, turn.base = None, laid.before
         cuts = [] if laid is history else [Cut(history, laid)]
         job = self._run(turn, request, generation, grace_s, laid, cuts)

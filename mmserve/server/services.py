@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mmserve.server.files import FileStore
     from mmserve.server.image_keeper import ImageKeeper
     from mmserve.server.job import Job
+    from mmserve.server.kv_feed import KVFeed
     from mmserve.server.server_metrics import ServerMetrics
     from mmserve.server.store import ResponseStore, Turn
 
@@ -42,6 +43,7 @@ class Services:
     responses: ResponseStore
     metrics: ServerMetrics
     images: ImageKeeper
+    kv_feed: KVFeed
     draining: bool = False
     started: asyncio.Future[None] | None = None  # the engine's start, once the server runs
     jobs: set[Job] = field(default_factory=set)  # running

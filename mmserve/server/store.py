@@ -55,6 +55,7 @@ class Turn:
     prefill: bool = False
     durable: bool = True
     removed: bool = False
+    root: str | None = None  # of a conversation whose older turns were cut off: its name
     expires_at: float = 0.0
     job: Job | None = None  # until its log is evicted
     outputs: tuple[Item, ...] = ()
@@ -81,6 +82,14 @@ class Turn:
         self.session = how(self.session)
         if self.kept is not None:
             self.kept = replace(self.kept, state=how(self.kept.state))
+
+    @property
+    def conversation(self) -> str:
+        """A name for all turns that go back to one, however often it was cut in this process."""
+        turn = self
+        while turn.parent is not None:
+            turn = turn.parent
+        return turn.root or turn.id
 
     def finish(self) -> None:
         """Take over what the job made."""
@@ -183,6 +192,7 @@ class ResponseStore:
         """Take in a turn that has begun. Raises `StorageUnavailableError`."""
         turn.expires_at = time.time() + self.config.store_ttl_s
         if turn.parent is not None and turn.parent.removed:
+            turn.root = turn.parent.conversation
             turn.base, turn.parent = turn.parent.history(), None
         self._turns[turn.id] = turn
         self._index(turn.owner, turn.items)
@@ -259,6 +269,11 @@ class ResponseStore:
             return None
         self._turns.move_to_end(id)
         return turn
+
+    def conversation(self, id: str) -> str | None:
+        """What a response belongs to, whoever asked for it; None: it is not stored."""
+        turn = self._turns.get(id)
+        return None if turn is None else turn.conversation
 
     def get(self, id: str, owner: str) -> Turn:
         turn = self.find(id, owner)

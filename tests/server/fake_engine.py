@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import re
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from mmserve.errors import (
     UnsupportedImageTypeError,
 )
 from mmserve.held_image import HeldImage, ImageId
+from mmserve.kv_snapshot import FREE, ImageOwner, PoolPages, PrefixOwner, Snapshot
 from mmserve.prompt import ImagePart, Message, Prompt, TextPart, TokensPart
 from mmserve.request import (
     Constraint,
@@ -68,6 +70,13 @@ class FakeInfo:
 class FakeMetrics:
     def render(self) -> bytes:
         return b"# fake engine\n"
+
+    def values(self) -> dict[str, float]:
+        return {"mmserve:generation_tokens_total": 7.0}
+
+
+def _padded(owners: list[int]) -> array[int]:
+    return array("i", owners + [FREE] * max(64 - len(owners), 0))
 
 
 def encode(text: str) -> tuple[int, ...]:
@@ -182,6 +191,8 @@ class FakeEngine:
     pinned: set[ImageId] = field(default_factory=set)
     max_pinned: int = 4
     ids: list[str] = field(default_factory=list)
+    num_looks: int = 0  # at the pools
+    dropped: set[bytes] = field(default_factory=set)
     prepared: list[tuple[tuple[Any, ...], Constraint | None]] = field(default_factory=list)
     _last: dict[int, tuple[Prompt, list[Message]]] = field(default_factory=dict, repr=False)
 
@@ -258,6 +269,30 @@ class FakeEngine:
 
     def unpin_image(self, image: ImageId) -> None:
         self.pinned.discard(image)
+
+    async def kv_snapshot(self) -> Snapshot:
+        """A page for each request, and one for each image that was shown."""
+        self.num_looks += 1
+        pages = [PrefixOwner(n, None, id, 0, 16, 0) for n, id in enumerate(self.ids)]
+        shown = self._images_shown() - self.dropped
+        images = [
+            ImageOwner(1000 + n, key, self.ids[-1], IMAGE_TOKENS, "ready", 0, 0, False)
+            for n, key in enumerate(sorted(shown))
+        ]
+        pools = (
+            PoolPages("text", None, 1024, _padded([o.number for o in pages])),
+            PoolPages("vision", None, 1024, _padded([o.number for o in images])),
+        )
+        return Snapshot(pools, (*pages, *images), 16, len(self.running), 0, 0.0)
+
+    async def drop_image(self, key: bytes) -> bool:
+        there = key in self._images_shown() - self.dropped
+        self.dropped.add(key)
+        return there
+
+    def _images_shown(self) -> set[bytes]:
+        parts = [p for prompt in self.prompts for message in prompt for p in message.parts]
+        return {hashlib.sha256(p.data).digest() for p in parts if isinstance(p, ImagePart)}
 
     async def count(self, texts: Sequence[str]) -> list[int]:
         return [len(encode(text)) for text in texts]
