@@ -311,7 +311,7 @@ def attend_many(
         tree = tl.zeros([BLOCK_M], tl.int64)
         if TREES:
             trees = tl.load(header + 7)
-            halves = work + trees + 2 * (tl.load(item) + m // GROUP)
+            halves = work + trees + 2 * row
             low = tl.load(halves, mask=ok & (trees > 0), other=0).to(tl.int64)
             high = tl.load(halves + 1, mask=ok & (trees > 0), other=0).to(tl.int64)
             tree = (high << 32) | (low & 0xFFFFFFFF)

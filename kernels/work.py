@@ -27,7 +27,7 @@ SINKS the text tokens before both `offset` and lo; a SHARED image all read whole
 back by base + shift, unless base is negative; before a SHARED image by the shifts of the entries
 that stand `offset` behind the item's.
 
-Where there are draft trees, each entry has a mask of 64 bits among the `trees`, as two numbers, the
+Where there are draft trees, each row has a mask of 64 bits among the `trees`, as two numbers, the
 lower half first: of TEXT its query reads key hi + j, too, for every bit j. Else trees begin at 0.
 """
 
@@ -194,7 +194,7 @@ class Items:
     entries: list[Int32s] = field(default_factory=list)
     parts: list[tuple[Ints, Ints]] = field(default_factory=list)  # rows, and how many each has
     pages: list[Int32s] = field(default_factory=list)
-    trees: list[tuple[int, Ints]] = field(default_factory=list)  # first entries, and masks
+    trees: list[tuple[int, Ints]] = field(default_factory=list)  # first rows, and masks
     num_segments: int = 0
     num_entries: int = 0
     num_pages: int = 0
@@ -240,7 +240,10 @@ def pack(every: Sequence[Items], num_rows: int, at: int) -> WorkTables:
         for name, empty in _EMPTY.items()
     ]
     has_trees = any(items.trees for items in every)
-    trees = np.zeros(len(entries) if has_trees else 0, np.int64)
+    trees = np.zeros(num_rows if has_trees else 0, np.int64)
+    for items in every:
+        for first, masks in items.trees:
+            trees[first:][: len(masks)] = masks
     blocks.append(trees.view(np.int32))
     merges_at, *places, trees_at, pages_at = (
         at + np.cumsum([0, 2 * num_rows, *(block.size for block in blocks)])
@@ -257,8 +260,6 @@ def pack(every: Sequence[Items], num_rows: int, at: int) -> WorkTables:
         large[first_large:end_large, 0] += first_entry
         large[first_large:end_large, 2] += first_segment
         segments[first_segment:end_segment, 1] += pages_at
-        for first, masks in items.trees:
-            trees[first_entry + first :][: len(masks)] = masks
         first_small, first_large, first_segment = end_small, end_large, end_segment
         first_entry += items.num_entries
         pages_at += items.num_pages

@@ -129,12 +129,8 @@ def _add_entries(t: Items, chunks: Chunks, counts: Ints) -> int:
     entries = np.zeros((len(rows), ENTRY), np.int32)
     entries[:, 0] = rows
     entries[:, 3:] = chunks.reads.T
-    first = at = t.add_entries(entries)
-    for reader in chunks.readers:
-        if reader.tree is not None:
-            t.trees.append((at, reader.tree))
-        at += reader.num_queries
-    return first
+    t.trees += [(r.first_row, r.tree) for r in chunks.readers if r.tree is not None]
+    return t.add_entries(entries)
 
 
 def _pairs(t: Items, chunks: Chunks, splits: Splits | None) -> tuple[Ints, Ints, Ints, Ints, Ints]:

@@ -8,6 +8,7 @@ all there ever is, is laid out by a shorter way to the same. Knows nothing of de
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,8 +33,13 @@ from mmserve.kernels import work
 from mmserve.kernels.reference import NOWHERE, vision_slot
 from mmserve.scheduler.batch import Chunk
 from mmserve.sequence import PlacedImage, Sequence
+from mmserve.spec.draft import Unread
 
 NO_PAGES = np.zeros(0, np.int32)
+
+# The id of a row that stands for the first token of what a device has grown: below those that stand
+# for tokens which the step before has chosen.
+GROWN = -1 - 65_536
 
 
 class Layout(NamedTuple):
@@ -81,6 +87,11 @@ class CUDALayout:
         whole = all(g.text and g.images and g.window is None for g in self.groups)
         self._simple = whole and not self._several  # every layer reads all that is before
         self._lanes: weakref.WeakKeyDictionary[Sequence, list[_Lane]] = weakref.WeakKeyDictionary()
+
+    @property
+    def takes_grown(self) -> bool:
+        """Whether a draft may be laid out that only the device has seen."""
+        return self._simple and not self.sight.whole_prompt
 
     @property
     def num_lines(self) -> int:
@@ -208,13 +219,25 @@ class CUDALayout:
         count, known = 1 + len(draft), start + 1
         none, visual = np.zeros(count, np.int64), np.full(count, seq.num_image_tokens)
         visual[0] = seq.visual_before(start)
-        masks = None if draft.is_chain else np.array([0, *draft.masks], np.int64)
-        hi = known + (np.arange(count) if draft.is_chain else none)
+        hi, position = known + none, seq.position(known) - 1
+        masks: Any = None
+        depths: Iterable[int]
+        ids: Iterable[int]
+        if isinstance(draft, Unread):  # the device tells who of them is seen by whom
+            masks = np.full(count, (1 << len(draft)) - 1)
+            masks[0] = 0
+            depths = [0] * len(draft)
+            ids = range(GROWN - draft.place, GROWN - draft.place - len(draft), -1)
+        else:
+            if draft.is_chain:
+                hi += np.arange(count)
+            else:
+                masks = np.array([0, *draft.masks], np.int64)
+            depths, ids = draft.depths, draft.tokens
         reads = (none, hi, none, visual)
-        position = seq.position(known) - 1
-        positions = [seq.position(start), *(position + depth for depth in draft.depths)]
+        positions = [seq.position(start), *(position + depth for depth in depths)]
         rows = np.empty((self.num_lines, count), np.int32)
-        rows[0] = [seq.token_ids[start], *draft.tokens]
+        rows[0] = [seq.token_ids[start], *ids]
         rows[1 : 1 + self.axes] = positions
         rows[1] += self._first_row(0)
         for number, lane in enumerate(self._lanes_of(seq)):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmserve.config import CacheConfig, ModelConfig, SchedulerConfig
-from mmserve.engine.cuda_layout import CUDALayout, Layout, slices
+from mmserve.engine.cuda_layout import GROWN, CUDALayout, Layout, slices
 from mmserve.engine.feature_cache import Done
 from mmserve.engine.graphs import URGENT, Graphs
 from mmserve.engine.model_runner import Logits, ModelRunner
@@ -27,6 +27,7 @@ from mmserve.engine.vision_stream import CapturedTower, VisionStream
 from mmserve.kernels import work
 from mmserve.kernels.attention import Scratch
 from mmserve.kernels.fused import Turns
+from mmserve.kernels.graft import graft
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.reference import NOWHERE, vision_slot
 from mmserve.kernels.work_builder import WorkBuilder
@@ -38,6 +39,7 @@ from mmserve.model.fuse import fuse
 from mmserve.model.weights import Loaded
 from mmserve.request import ImageInput
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
+from mmserve.spec.draft import MOST_TOKENS
 from mmserve.spec.drafter import FINAL
 
 # Steps of at most so many rows are captured; longer ones hide their launches behind their work.
@@ -48,7 +50,7 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 2
 SLICE = 64
 FIXED_SPLIT = work.Splits((), (256,))
 
-MOST_SEQUENCES = 65_536  # whose tokens one step can choose
+MOST_GROWN = 64  # sequences whose drafts only the device has seen
 
 
 class Shape(NamedTuple):
@@ -118,7 +120,10 @@ class CUDARunner(ModelRunner):
         self._tower = CapturedTower(self.vision_model, self.device, self.adapter.dtype)
         self._slots = self._ints = 0
         self._make_room(slots=8192, ints=1 << 18)
-        self._previous = torch.zeros(MOST_SEQUENCES, dtype=torch.long, device=self.device)
+        self._previous = torch.zeros(-1 - GROWN, dtype=torch.long, device=self.device)
+        if self._layout.takes_grown and not self._sliced:
+            room = MOST_GROWN * MOST_TOKENS
+            self.grown = torch.zeros(4, room, dtype=torch.int32, device=self.device)
         self._embeds = torch.zeros(
             *(BUCKETS[-1], self.adapter.hidden_size), dtype=self.adapter.dtype, device=self.device
         )
@@ -227,6 +232,9 @@ class CUDARunner(ModelRunner):
         """Embeddings [T, hidden] of rows of which some are images', and what else the decoder is
         told."""
         ids = send(torch.from_numpy(layout.rows[0].astype(np.int64)), self.device)
+        if self.grown is not None:
+            known = self.grown[0][(GROWN - ids).clamp_(min=0)].long()
+            ids = torch.where(ids <= GROWN, known, ids)
         ids = resolve_pending(ids, self._previous)
         none = torch.zeros(0, dtype=torch.long, device=self.device)
         return self._embed(StepInput(ids, none, None, chunks, [], (), layout.images))
@@ -329,6 +337,9 @@ class CUDARunner(ModelRunner):
         """Everything between the tables and the hidden states, from device memory alone."""
         lines, first = self._layout.num_lines, work.HEADER * len(self.groups)
         rows = self._work[first : first + lines * shape.rows].view(lines, shape.rows)
+        if shape.launch.trees and self.grown is not None:
+            of: dict[str, Any] = {"axes": self._layout.axes, "sets": len(self.groups)}
+            graft(self._work, rows, self.grown, GROWN, **of)
         ids, positions, slots = rows[0], rows[1:][: self._layout.axes], rows[-len(self.groups) :]
         step = CUDAStep(
             work=self._work,

@@ -30,7 +30,7 @@ from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.draft_room import draft_room
 from mmserve.scheduler.holdings import Holdings
 from mmserve.spec.control import Control, Outcome
-from mmserve.spec.draft import Draft
+from mmserve.spec.draft import AnyDraft, Draft, Unread
 from mmserve.spec.drafter import Context, Drafter, Landed, Wanted
 from mmserve.spec.verify import accepted
 
@@ -97,37 +97,44 @@ class Drafting:
         self.hears = len(ready) <= ALWAYS_HEARD or bool(self._planned)
         return bool(self._planned)
 
-    def propose(self, lives: Mapping[str, Live]) -> Mapping[str, Draft]:
+    def propose(self, lives: Mapping[str, Live]) -> Mapping[str, AnyDraft]:
         """Drafts for what has landed, by request."""
         wanted: dict[str, Wanted] = {}
+        rooms: dict[str, int] = {}
         for name, length in self._planned.items():
             live = lives.get(name)
-            length = min(length, draft_room(live.seq, self._holdings)) if live is not None else 0
+            rooms[name] = room = draft_room(live.seq, self._holdings) if live is not None else 0
+            length = min(length, room)
             if live is not None and length > 0:
                 wanted[name] = Wanted(self._course(live).context, length)
         self._tries = {name: _Try(want.length) for name, want in wanted.items()}
         if not wanted:
             return {}
         started = time.monotonic()
-        drafts: list[Draft | None] = [None] * len(wanted)
+        drafts: Sequence[AnyDraft | None] = [None] * len(wanted)
         with self._careful():
             drafts = self.drafter.propose(list(wanted.values()))
-        found = {}
+        found: dict[str, AnyDraft] = {}
         for (name, want), draft in zip(wanted.items(), drafts, strict=True):
-            draft = draft and draft.shortened(want.length)
-            if draft is not None:
-                draft, self._courses[name].matchers = _possible(draft, lives[name])
-            if draft is not None:
-                found[name] = draft
+            if isinstance(draft, Unread):
+                if lives[name].sampling.plain and draft.length <= rooms[name]:
+                    found[name] = draft
+                    continue
+                draft = draft.read()
+            known = draft and draft.shortened(want.length)
+            if known is not None:
+                known, self._courses[name].matchers = _possible(known, lives[name])
+            if known is not None:
+                found[name] = known
         self._seconds = time.monotonic() - started
         return found
 
-    def behind(self, live: Row, draft: Draft) -> list[SamplingState]:
+    def behind(self, live: Row, draft: AnyDraft) -> list[SamplingState]:
         """How the token behind each of a draft's is chosen."""
         if live.sampling.plain:
             return [live.sampling] * len(draft)
-        matchers = self._courses[live.request.id].matchers
-        return [live.sampling.behind(*state) for state in zip(draft.paths, matchers, strict=True)]
+        matchers, paths = self._courses[live.request.id].matchers, draft.read().paths
+        return [live.sampling.behind(*state) for state in zip(paths, matchers, strict=True)]
 
     # -- after a step ---------------------------------------------------------------------------
 
@@ -147,6 +154,7 @@ class Drafting:
         live: Live,
         chunk: Chunk,
         heard: Heard,
+        draft: Draft | None = None,
         chosen: Sequence[SampledToken] = (),
         path: tuple[int, ...] = (),
     ) -> None:
@@ -155,7 +163,7 @@ class Drafting:
             return
         tokens = tuple(token.token_id for token in chosen)
         first, features = _features(chunk, heard, path)
-        landed = Landed(chunk.draft, tokens, path, first, features)
+        landed = Landed(draft, tokens, path, first, features)
         if not self._failed:
             with self._careful():
                 self.drafter.landed(self._course(live).context, landed)

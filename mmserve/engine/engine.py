@@ -45,7 +45,7 @@ from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.page_owners import PageOwners
 from mmserve.scheduler.scheduler import Scheduler
 from mmserve.sequence import Sequence
-from mmserve.spec.draft import Draft
+from mmserve.spec.draft import AnyDraft
 from mmserve.tiers.kv_object import Owner
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class Engine:
 
     # -- parts of a step ------------------------------------------------------------------------
 
-    def _draft(self) -> Mapping[str, Draft]:
+    def _draft(self) -> Mapping[str, AnyDraft]:
         """What to check in the next step. A draft in the air has to land before it."""
         drafting = self.drafting
         if drafting is None:
@@ -312,7 +312,8 @@ class Engine:
     ) -> None:
         """Hand out what a step has chosen for a row: one token, and as many more as its draft had
         right."""
-        drafting, draft, seq = self.drafting, chunk.draft, live.seq
+        drafting, seq = self.drafting, live.seq
+        draft = None if chunk.draft is None else chunk.draft.read()
         path: tuple[int, ...] = ()
         if drafting is not None and draft is not None and isinstance(live, Live):
             path = drafting.verify(live, draft, chosen)
@@ -329,7 +330,7 @@ class Engine:
         if draft is not None:
             live.sampling.spend(count)
         if drafting is not None and isinstance(live, Live):
-            drafting.landed(live, chunk, heard, chosen, path)
+            drafting.landed(live, chunk, heard, draft, chosen, path)
         if ended:
             self._retire(self._live[live.request.id])
         elif isinstance(live, Live) and seq.outgrown:

@@ -106,6 +106,9 @@ class ModelRunner:
             axes=self.adapter.axes if self.stock else 0,
             blocks=blocks,
         )
+        # int32 [4, N], as mmserve.kernels.graft says: drafts that only the device has seen stand
+        # here; None: all have to be read before they are laid out.
+        self.grown: Tensor | None = None
         self.text, self.vision = self._pools(cache, steps or SchedulerConfig())
         self._features = FeatureCache(cache.feature_bytes)
         self._fuse()

@@ -20,7 +20,7 @@ from mmserve.model.rope import Block
 from mmserve.scheduler.batch import Chunk, ContextImage
 from mmserve.sequence import PlacedImage
 from mmserve.sequence import Sequence as Seq
-from mmserve.spec.draft import Draft
+from mmserve.spec.draft import AnyDraft
 
 Ints = npt.NDArray[np.int64]
 
@@ -98,9 +98,10 @@ def _text_rows(seq: Seq, start: int, end: int, axes: int) -> Rows:
     return Rows(ids, rows, text, visual, np.full(len(ids), -1))
 
 
-def _draft_rows(seq: Seq, start: int, draft: Draft, axes: int) -> Rows:
+def _draft_rows(seq: Seq, start: int, draft: AnyDraft, axes: int) -> Rows:
     """As if each followed the last known token by its depth; text index `start` is the first
     behind that, and no image stands among them."""
+    draft = draft.read()
     place = np.array(draft.depths, np.int64) - 1
     return Rows(
         np.array(draft.tokens, np.int64),

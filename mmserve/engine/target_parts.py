@@ -36,6 +36,7 @@ def target_parts(runner: ModelRunner) -> TargetParts:
         device=runner.device,
         dtype=adapter.dtype,
         linear=linear,
+        grown=runner.grown,
         captures=Graphs(runner.device, "drafts", must=False) if on_gpu else NoCaptures(),
     )
 

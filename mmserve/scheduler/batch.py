@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mmserve.request import ImageInput
 from mmserve.sequence import PlacedImage, Sequence
-from mmserve.spec.draft import Draft
+from mmserve.spec.draft import AnyDraft
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Chunk:
     samples: bool
     images: tuple[ContextImage, ...] = ()
     copies: tuple[PageCopy, ...] = ()
-    draft: Draft | None = None
+    draft: AnyDraft | None = None
 
     @property
     def num_rows(self) -> int:

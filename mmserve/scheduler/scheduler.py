@@ -37,7 +37,7 @@ from mmserve.scheduler.beams import Beams
 from mmserve.scheduler.counts import Counts
 from mmserve.scheduler.holdings import Holdings
 from mmserve.sequence import PlacedImage, Sequence, SequenceStatus
-from mmserve.spec.draft import Draft
+from mmserve.spec.draft import AnyDraft
 
 
 def _rank(seq: Sequence) -> tuple[bool, float]:
@@ -86,7 +86,7 @@ class Scheduler:
         self.beams = Beams(self.holdings, self.running)
         self._counts = Counts()
         self._budget = 0  # tokens the step being scheduled may still take
-        self._drafts: Mapping[str, Draft] = {}  # of that step
+        self._drafts: Mapping[str, AnyDraft] = {}  # of that step
         # Looking for a place costs a walk of the prefix cache, and the same sequence is refused
         # again until something has come back.
         self._refused: tuple[str, int] | None = None  # the request and `Holdings.changes` then
@@ -151,7 +151,7 @@ class Scheduler:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def schedule(self, drafts: Mapping[str, Draft] | None = None) -> Batch:
+    def schedule(self, drafts: Mapping[str, AnyDraft] | None = None) -> Batch:
         """Choose the next step: running sequences first, then as many waiting ones as fit.
         `drafts`, by request, no longer than `draft_room`: each is checked if there is room."""
         batch = Batch()

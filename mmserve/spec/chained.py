@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmserve.spec.draft import Draft
+from mmserve.spec.draft import AnyDraft
 from mmserve.spec.drafter import Context, Drafter, Landed, Wanted
 
 
@@ -34,8 +34,8 @@ class ChainedDrafter:
     def taps(self) -> tuple[int, ...]:
         return self._taps
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
-        drafts: list[Draft | None] = [None] * len(wanted)
+    def propose(self, wanted: Sequence[Wanted]) -> list[AnyDraft | None]:
+        drafts: list[AnyDraft | None] = [None] * len(wanted)
         for drafter, most in zip(self._drafters, self._lengths, strict=True):
             without = [i for i, draft in enumerate(drafts) if draft is None]
             if not without:

@@ -5,8 +5,8 @@ Owns who follows whom in it and who sees whom. Knows nothing of who guessed it, 
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mmserve.config import MOST_DRAFTED
@@ -35,6 +35,10 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def read(self) -> Draft:
+        """As of an `Unread`: it is known."""
+        return self
 
     @cached_property
     def is_chain(self) -> bool:
@@ -82,3 +86,25 @@ class Draft:
         tokens = tuple(self.tokens[i] for i in kept)
         parents = tuple(place[self.parents[i]] for i in kept)
         return Draft(tokens, parents, self.author) if kept else None
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A draft that only a device has seen: `count` tokens, none further than `length` behind the
+    last known one, from number `place` on of what it has grown. `reading` waits for it."""
+
+    count: int
+    length: int
+    place: int
+    reading: Callable[[], Draft] = field(compare=False)
+    author: str = field(default="", compare=False)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self) -> Draft:
+        draft = self.reading()
+        return replace(draft, author=self.author) if self.author else draft
+
+
+AnyDraft = Draft | Unread

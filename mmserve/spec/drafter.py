@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from mmserve.spec.draft import Draft
+from mmserve.spec.draft import AnyDraft, Draft
 
 FINAL = -1  # the tap behind the target's final norm
 
@@ -72,8 +72,8 @@ class Drafter(Protocol):
     def taps(self) -> tuple[int, ...]:
         """Whose output it has to see: decoder layers by number, or FINAL."""
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
-        """A guess for each, or None."""
+    def propose(self, wanted: Sequence[Wanted]) -> Sequence[AnyDraft | None]:
+        """A guess for each, or None. One that is `Unread` may reach further than is wanted."""
 
     def landed(self, context: Context, landed: Landed) -> None:
         """Told of every step that a sequence was in, also of those without a draft."""

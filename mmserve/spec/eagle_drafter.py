@@ -7,18 +7,18 @@ without them. Images need nothing: what was seen is in the hidden states of the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mmserve.spec.draft import MOST_TOKENS, Draft
+from mmserve.spec.draft import MOST_TOKENS, AnyDraft, Draft, Unread
 from mmserve.spec.drafter import Context, Landed, Wanted
 from mmserve.spec.eagle import EagleHead, turns
-from mmserve.spec.eagle_tree import Growth, Size
+from mmserve.spec.eagle_tree import Growth, Size, planted
 from mmserve.spec.head_kv import HeadKV
 from mmserve.spec.target_parts import TargetParts
 
@@ -33,6 +33,30 @@ class _Inputs(NamedTuple):
 
     features: Tensor
     ints: Tensor
+
+
+class _Grown:
+    """What `Growth.grow` gives, on its way to the host."""
+
+    def __init__(self, grown: Tensor) -> None:
+        self.count = grown.shape[2]
+        self._host, self._copied = grown, None
+        if grown.is_cuda:
+            self._host = torch.empty(grown.shape, dtype=grown.dtype, pin_memory=True)
+            self._host.copy_(grown, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(grown.device))
+
+    @cached_property
+    def _known(self) -> list[list[list[int]]]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: list[list[list[int]]] = self._host.tolist()
+        return found
+
+    def draft(self, number: int) -> Draft:
+        tokens, parents = self._known[number]
+        return Draft(tuple(tokens), tuple(parents))
 
 
 @dataclass
@@ -52,8 +76,7 @@ class _Tail:
 
 
 class EagleDrafter:
-    """Chains of best guesses, or trees of at most `most` tokens. A token of which the head thinks
-    that it will be reached in less than `worth` of the cases is left out."""
+    """Chains of best guesses, or trees of at most `most` tokens."""
 
     name = "eagle"
 
@@ -63,13 +86,11 @@ class EagleDrafter:
         parts: TargetParts,
         *,
         most: int = 0,
-        worth: float = 0.0,
         window: int = WINDOW,
     ) -> None:
         assert 0 <= most <= MOST_TOKENS, "no draft of that size"
         c = head.config
         self._head, self._parts, self._most = head, parts, most
-        self._least = math.log(worth) if worth > 0 else -math.inf
         self._kv = HeadKV(window, c.num_kv_heads, c.head_dim, parts.device, parts.dtype)
         self._growth = Growth(head, self._embed, self._kv)
         self._tails: dict[str, _Tail] = {}
@@ -108,38 +129,36 @@ class EagleDrafter:
     # -- guesses ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def propose(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
+    def propose(self, wanted: Sequence[Wanted]) -> list[AnyDraft | None]:
         asked = [(i, self._tails.get(want.context.id), want) for i, want in enumerate(wanted)]
         able = [
             (i, tail, want)
             for i, tail, want in asked
             if tail is not None and want.length > 0 and tail.end == len(want.context.token_ids) - 1
         ]
-        drafts: list[Draft | None] = [None] * len(wanted)
+        drafts: list[AnyDraft | None] = [None] * len(wanted)
         if not able:
             return drafts
         length = max(want.length for _, _, want in able)
         if self._parts.captures.enabled:  # few lengths, so that few launches are captured
             length = next((level for level in LEVELS if level >= length), length)
-        grown = self._grown([(tail, want.context) for _, tail, want in able], length).tolist()
-        for (i, _, want), rows in zip(able, grown, strict=True):
-            drafts[i] = self._draft(rows, want.length)
+        grown = _Grown(self._grown([(tail, want.context) for _, tail, want in able], length))
+        for number, (i, _, want) in enumerate(able):
+            if self._has_place(len(able)):
+                place = number * MOST_TOKENS
+                read = partial(grown.draft, number)
+                drafts[i] = Unread(grown.count, length, place, read)
+            else:
+                drafts[i] = grown.draft(number).shortened(want.length)
         return drafts
 
-    def _draft(self, rows: Sequence[Sequence[float]], length: int) -> Draft | None:
-        """Of what `Growth.grow` has found for one sequence."""
-        places: dict[int, int] = {-1: -1}
-        tokens: list[int] = []
-        parents: list[int] = []
-        for number, parent, token, chance in zip(*rows, strict=True):
-            if chance >= self._least and int(parent) in places:
-                places[int(number)] = len(tokens)
-                tokens.append(int(token))
-                parents.append(places[int(parent)])
-        return Draft(tuple(tokens), tuple(parents)).shortened(length) if tokens else None
+    def _has_place(self, count: int) -> bool:
+        """Whether the drafts of so many sequences stand where a step may find them."""
+        place = self._parts.grown
+        return place is not None and count * MOST_TOKENS <= place.shape[1]
 
     def _grown(self, tails: Sequence[tuple[_Tail, Context]], length: int) -> Tensor:
-        """[B, 4, N] as `Growth.grow` says."""
+        """[B, 2, N] as `Growth.grow` says."""
         known = self._catch_up(tails)
         ints = [
             [tail.ring for tail, _ in tails],
@@ -149,7 +168,16 @@ class EagleDrafter:
         ]
         width = min(BRANCHES, max(self._most // 2, 1))
         shape = Size(length, width, self._most or length)
-        return self._launch(shape, known, ints, lambda rows, at: self._growth.grow(rows, at, shape))
+
+        def grow(features: Tensor, at: Tensor) -> Tensor:
+            grown = self._growth.grow(features, at, shape)
+            count, place = len(grown), self._parts.grown
+            if place is not None and self._has_place(count):
+                each = place[:, : count * MOST_TOKENS].view(4, count, MOST_TOKENS)
+                each[..., : grown.shape[2]] = planted(grown, length)
+            return grown
+
+        return self._launch(shape, known, ints, grow)
 
     def _launch(
         self,

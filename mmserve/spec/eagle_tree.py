@@ -55,8 +55,8 @@ class Growth:
 
     def grow(self, features: Tensor, ints: Tensor, size: Size) -> Tensor:
         """features [B, F], ints [4, B]: rings, positions of the last tokens whose features are
-        known, the first position that is known, the tokens behind -> float64 [B, 4, N]: numbers,
-        parents' numbers (-1: none), tokens and logarithms of chances, in order of numbers."""
+        known, the first position that is known, the tokens behind -> int64 [B, 2, N]: tokens, and
+        who of them each follows (-1: the last known token), parents first."""
         head, kv, width = self._head, self._kv, size.branches
         rings, positions, first, tokens = ints
         levels = torch.arange(size.length, device=ints.device)[:, None] + positions
@@ -160,13 +160,30 @@ def _longer(part: Tensor, room: int, dim: int) -> Tensor:
 
 
 def _best(found: list[_Found], most: int) -> Tensor:
-    """The likeliest `most`, or all if there are fewer, in order of numbers. float64 holds all of
-    it exactly."""
+    """The likeliest `most`, or all if there are fewer, in order of numbers."""
     tokens, parents, chances = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-    numbers = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if most < tokens.shape[1]:
         width = found[0].tokens.shape[1]
+        numbers = torch.arange(tokens.shape[1], device=tokens.device)
         levels = (numbers + (width * width - width)) // (width * width)
-        numbers = (chances - levels * STEP).topk(most, -1).indices.sort(-1).values
-        tokens, parents, chances = (x.gather(1, numbers) for x in (tokens, parents, chances))
-    return torch.stack((numbers.double(), parents.double(), tokens.double(), chances.double()), 1)
+        kept = (chances - levels * STEP).topk(most, -1).indices.sort(-1).values
+        tokens, parents = tokens.gather(1, kept), parents.gather(1, kept)
+        # A parent is among them, for it is worth more; what has none stays -1.
+        parents = torch.searchsorted(kept, parents) - (parents < 0).long()
+    return torch.stack((tokens, parents), 1)
+
+
+def planted(grown: Tensor, length: int) -> Tensor:
+    """What `Growth.grow` gives [B, 2, N] of so many levels -> int32 [4, B, N]: tokens, depths, and
+    masks of whom each sees, itself included, the lower half first."""
+    tokens, parents = grown.unbind(1)
+    numbers = torch.arange(tokens.shape[1], device=grown.device)
+    follows = (parents[..., None] == numbers).float()  # [B, N, N]
+    itself = torch.eye(len(numbers), device=grown.device)
+    sees = itself.expand_as(follows)
+    for _ in range(length - 1):
+        sees = itself + follows @ sees
+    seen = sees.long()
+    masks = (seen << numbers).sum(-1)
+    low, high = masks & 0xFFFFFFFF, masks >> 32
+    return torch.stack((tokens, seen.sum(-1), low, high)).int()

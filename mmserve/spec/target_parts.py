@@ -50,7 +50,9 @@ class NoCaptures:
 class TargetParts:
     """`embed` [...] int64 -> [..., hidden_size]; `logits` [N, hidden_size] -> [N, vocab_size], of
     states behind the final norm; `head_rows` [n] int64 -> [n, hidden_size]: rows of the output
-    matrix, float; `linear` makes a product of a weight [N, K] as fast as the device can."""
+    matrix, float; `linear` makes a product of a weight [N, K] as fast as the device can; `grown`
+    int32 [4, n MOST_TOKENS]: where drafts of n sequences may stand that the host has not seen:
+    tokens, depths and masks, the lower half first; None: nowhere."""
 
     hidden_size: int
     num_layers: int
@@ -61,4 +63,5 @@ class TargetParts:
     device: torch.device
     dtype: torch.dtype
     linear: Callable[[Tensor, Tensor | None], Linear] = dense
+    grown: Tensor | None = None
     captures: Captures = field(default_factory=NoCaptures)

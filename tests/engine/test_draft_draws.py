@@ -76,7 +76,8 @@ class Chats:
         self.right = self.wrong = 0
 
     def step(self) -> None:
-        drafts = self.drafter.propose([Wanted(context, 5) for context in self.contexts])
+        wanted = [Wanted(context, 5) for context in self.contexts]
+        drafts = [d.read() if d is not None else None for d in self.drafter.propose(wanted)]
         states: list[SamplingState] = []
         last: list[int] = []
         for text, state, draft in zip(self.texts, self.states, drafts, strict=True):

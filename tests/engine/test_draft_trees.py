@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,16 @@ import torch
 from torch import Tensor
 
 from mmserve.engine import engine as engine_module
+from mmserve.engine.drafting import Drafting
 from mmserve.engine.engine import Engine
 from mmserve.engine.kept_paths import KeptPath, keep
 from mmserve.request import Segment, TextSegment
 from mmserve.scheduler.batch import Batch, Chunk
-from mmserve.spec.draft import Draft
+from mmserve.spec.draft import MOST_TOKENS, AnyDraft, Draft, Unread
+from mmserve.spec.drafter import Wanted
+from mmserve.spec.eagle_tree import planted
 from tests.engine.driver import GREEDY, Driver, picture, words
+from tests.engine.guessing import Guesser
 from tests.engine.test_cuda_runner import DEVICE, on_the_gpus_runner
 from tests.engine.test_drafting import Guesses, compare
 from tests.engine.test_windows import KINDS, WINDOW, windowed_model
@@ -92,6 +97,56 @@ def test_the_gpus_runner_answers_as_the_plain_one_does(monkeypatch: pytest.Monke
     asks = [(PROMPTS["images"], params), (PROMPTS["an image last"], params)]
     guesser = compare(plain, drafted, asks, Guesses(0.8, 5, branches=2))
     assert guesser.right > 5
+
+
+class Unseen:
+    """Another's drafts, of which the engine is told no more than where they stand."""
+
+    taps = ()
+
+    def __init__(self, guesser: Guesser, grown: Tensor) -> None:
+        self.name, self._guesser, self._grown = guesser.name, guesser, grown
+        self.landed, self.end = guesser.landed, guesser.end
+        self.unseen = 0
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[AnyDraft | None]:
+        drafts = self._guesser.propose(wanted)
+        return [draft and self._plant(n, draft) for n, draft in enumerate(drafts)]
+
+    def _plant(self, number: int, draft: Draft) -> Unread:
+        place = number * MOST_TOKENS
+        grown = torch.tensor([draft.tokens, draft.parents])[None]
+        length = max(draft.depths)
+        self._grown[:, place : place + len(draft)] = planted(grown, length)[:, 0]
+        self.unseen += 1
+        return Unread(len(draft), length, place, lambda: draft)
+
+
+@pytest.mark.parametrize("branches", [0, 2])
+def test_drafts_that_only_the_device_has_seen_change_no_answer(
+    monkeypatch: pytest.MonkeyPatch, branches: int
+) -> None:
+    """One of the sequences is sampled, so that its drafts have to be read first."""
+    params = replace(GREEDY, max_tokens=9, ignore_eos=True)
+    plain = Driver(Engine(tiny_config(), tiny_model()))
+    monkeypatch.setattr(engine_module, "build_runner", on_the_gpus_runner)
+    drafted = Driver(Engine(tiny_config(), tiny_model(device=DEVICE)))
+    asks = [(PROMPTS["images"], params), (PROMPTS["text"], replace(params, temperature=1, seed=3))]
+    for parts, how in asks:
+        plain.submit(segments(plain, parts), how)
+    plain.run()
+    answers = {request: plain.tokens(request) for request in plain.events}
+    engine = drafted.engine
+    assert engine.runner.grown is not None
+    unseen = Unseen(Guesser(answers, 0.8, 3, branches), engine.runner.grown)
+    books = engine.scheduler.holdings, engine.metrics
+    engine.drafting = Drafting(unseen, 5, *books)
+    for parts, how in asks:
+        drafted.submit(segments(drafted, parts), how)
+    drafted.run()
+    assert {request: drafted.tokens(request) for request in drafted.events} == answers
+    assert unseen.unseen > 3 and unseen._guesser.right > 3
+    drafted.assert_idle()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,7 +47,7 @@ def test_a_head_in_a_folder_drafts_tokens_of_the_model(
     (draft,) = drafter.propose([Wanted(context, 3)])
     assert draft is not None and len(draft) == (most or 3)
     if method == "eagle":
-        assert all(token % 3 == 0 and token < 150 for token in draft.tokens)
+        assert all(token % 3 == 0 and token < 150 for token in draft.read().tokens)
 
 
 def test_a_shipped_head_is_found_beside_the_model(

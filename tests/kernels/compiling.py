@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from mmserve.kernels import attention, chain, fused, gemv, sampling, spans
+from mmserve.kernels import attention, chain, fused, gemv, graft, sampling, spans
 from mmserve.kernels.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -113,6 +113,13 @@ def attentions() -> None:
     attend(torch.zeros(3, 7, 80, dtype=torch.bfloat16), 1, 5, few, softcap=30.0)
 
 
+def grafts() -> None:
+    for tokens, grown in itertools.product((1, 3), (1, 5)):
+        work, rows = torch.zeros(64, dtype=torch.int32), torch.zeros(4, tokens, dtype=torch.int32)
+        each = torch.zeros(4, grown, dtype=torch.int32)
+        graft.graft(work, rows, each, -101, axes=1, sets=1)
+
+
 def towers() -> None:
     for dtype, tokens, heads, dim in itertools.product(DTYPES, (1, 3), (1, 3), (2, 80)):
         q, k, v = (packed := torch.zeros(tokens, 3, heads, dim, dtype=dtype)).unbind(1)
@@ -124,5 +131,5 @@ def towers() -> None:
 
 if __name__ == "__main__":
     compile_only()
-    for kernels in (gemvs, elementwise, choices, attentions, towers):
+    for kernels in (gemvs, elementwise, choices, attentions, grafts, towers):
         kernels()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mmserve.spec.draft import MOST_TOKENS, Draft, Unread
 from mmserve.spec.drafter import Wanted
 from mmserve.spec.eagle import EagleHead, load_eagle
 from mmserve.spec.eagle_drafter import EagleDrafter
@@ -112,7 +113,7 @@ def test_chains_are_those_of_a_whole_pass_however_the_text_came(
             drafter.propose([Wanted(who, 3)])
     (draft,) = drafter.propose([Wanted(who, length)])
     assert draft is not None
-    assert list(draft.tokens) == dense(head, known, states, length, window)
+    assert list(draft.read().tokens) == dense(head, known, states, length, window)
 
 
 def _scoring(head: EagleHead) -> EagleHead:
@@ -159,7 +160,9 @@ def test_a_trees_lines_are_the_likeliest_by_whole_passes(
             every += grown
             level = sorted(grown, reverse=True)[:3]
         every.sort(key=lambda each: each[0] - 1e-3 * len(each[1]), reverse=True)
-        assert {tuple(path) for path in draft.paths} == {tuple(line) for _, line in every[:12]}
+        assert {tuple(path) for path in draft.read().paths} == {
+            tuple(line) for _, line in every[:12]
+        }
 
 
 class Replayed:
@@ -198,16 +201,27 @@ def test_captured_drafts_are_those_that_are_launched(most: int) -> None:
         assert plain == captured and None not in plain
 
 
-def test_what_is_not_worth_a_row_is_left_out() -> None:
+@pytest.mark.parametrize("most", [0, 9])
+def test_drafts_stand_on_the_device_before_anybody_has_read_them(most: int) -> None:
     head = _scoring(random_eagle(True).requires_grad_(False))
-    known, states = tokens(12), features(11, head)
-    sure = chances(head, known, states, []).max().exp().item()
-    for worth, any_left in ((sure * 0.99, True), (min(sure * 1.01, 1.0), False)):
-        drafter = EagleDrafter(head, PARTS, worth=worth, window=64)
-        who = context("a", known)
-        drafter.landed(who, told(0, states))
-        (draft,) = drafter.propose([Wanted(who, 4)])
-        assert (draft is not None) is any_left
+    grown = torch.full((4, 3 * MOST_TOKENS), -7, dtype=torch.int32)
+    captured = dataclasses.replace(PARTS, captures=Replayed(), grown=grown)
+    drafters = [EagleDrafter(head, p, most=most, window=16) for p in (PARTS, captured)]
+    wants = []
+    for number in range(2):
+        who, states = context(str(number), tokens(9, number)), features(8, head, number)
+        for drafter in drafters:
+            drafter.landed(who, told(0, states))
+        wants.append(Wanted(who, 5))
+    known, unread = (drafter.propose(wants) for drafter in drafters)
+    for want, got in zip(known, unread, strict=True):
+        assert isinstance(want, Draft) and isinstance(got, Unread)
+        assert got.read() == want and (len(got), got.length) == (len(want), 5)
+        drawn, depths, low, high = grown[:, got.place : got.place + len(got)].tolist()
+        assert (tuple(drawn), tuple(depths)) == (want.tokens, want.depths)
+        masks = [(b << 32) + (a & 0xFFFFFFFF) for a, b in zip(low, high, strict=True)]
+        assert masks == list(want.masks)
+    assert (grown[:, 2 * MOST_TOKENS :] == -7).all()
 
 
 @pytest.mark.parametrize("third", [False, True])
