@@ -155,11 +155,11 @@ def test_chats_are_listed_opened_and_deleted(server: Running, visit: Visit) -> N
         "() => document.querySelector('.question')?.textContent === 'First chat'"
     )
 
-    tab.page.get_by_role("button", name="Delete “First chat”").click()
-    sure = tab.page.get_by_role("button", name="Delete? First chat")
-    expect(sure).to_be_visible()
+    row = tab.page.locator("nav li", has_text="First chat")
+    row.get_by_role("button", name="More about “First chat”").click()
+    row.get_by_role("button", name="Delete", exact=True).click()
     expect(links).to_have_count(2)
-    sure.click()
+    row.get_by_role("button", name="Really delete?").click()
     tab.page.wait_for_selector(".empty")
     tab.wait_until_stored("conversations", "chats => chats.length === 1")
     tab.page.reload()

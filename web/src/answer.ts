@@ -5,7 +5,7 @@
  * applied changes nothing, so a stream may be resumed from any number. Times are Unix milliseconds.
  */
 import { isTerminal, outputText } from './protocol';
-import type { ApiError, LifeEvent, ResponseEvent, Timings, Usage } from './protocol';
+import type { ApiError, LifeEvent, ResponseEvent, SessionReport, Timings, Usage } from './protocol';
 
 /** `cut`: ended by the token limit. `stopped`: ended by the user, the text so far stays. */
 export type AnswerStatus = 'waiting' | 'streaming' | 'done' | 'stopped' | 'cut' | 'failed';
@@ -17,6 +17,7 @@ export interface Answer {
   text: string;
   usage: Usage | null;
   timings: Timings | null;
+  session: SessionReport | null;
   error: ApiError | null;
   sentAt: number;
   firstAt: number | null;
@@ -31,6 +32,7 @@ export function newAnswer(now: number): Answer {
     text: '',
     usage: null,
     timings: null,
+    session: null,
     error: null,
     sentAt: now,
     firstAt: null,
@@ -42,9 +44,9 @@ export function isRunning(answer: Answer): boolean {
   return answer.status === 'waiting' || answer.status === 'streaming';
 }
 
-/** Whether later turns can build on this answer: the server holds it as a response. */
-export function isContext(answer: Answer): boolean {
-  return answer.responseId !== null && ['done', 'stopped', 'cut'].includes(answer.status);
+/** Whether later turns build on this answer: it ended well and something of it is known. */
+export function isContext({ responseId, status, text }: Answer): boolean {
+  return (responseId !== null || text !== '') && ['done', 'stopped', 'cut'].includes(status);
 }
 
 export function reduce(answer: Answer, event: ResponseEvent, now: number): Answer {
@@ -75,6 +77,7 @@ function finish(answer: Answer, { type, response }: LifeEvent): Answer {
     text: outputText(response) ?? answer.text,
     usage: response.usage ?? null,
     timings: response.timings ?? null,
+    session: response.session ?? null,
   };
   if (type === 'response.completed') return { ...ended, status: 'done' };
   if (type === 'response.failed' || response.status === 'failed') {

@@ -5,7 +5,7 @@
  * lost network stays the `TypeError` of `fetch`.
  */
 import { errorOf } from './protocol';
-import type { ApiError, FileObject, ModelObject, ResponseObject } from './protocol';
+import type { ApiError, FileObject, ModelObject, ResponseObject, StoredItem } from './protocol';
 
 /** A server that takes longer than this to name its model counts as not there. */
 const PROBE_MS = 15_000;
@@ -81,6 +81,13 @@ export class Api {
   async retrieve(id: string): Promise<ResponseObject> {
     const response = await this.call(`v1/responses/${id}`);
     return (await response.json()) as ResponseObject;
+  }
+
+  /** What the request of a response added, pictures with their bytes. */
+  async inputItems(id: string): Promise<StoredItem[]> {
+    const query = 'order=asc&limit=100&include[]=message.input_image.image_url';
+    const response = await this.call(`v1/responses/${id}/input_items?${query}`);
+    return ((await response.json()) as { data: StoredItem[] }).data;
   }
 
   /** The events of a response after number `after`: what was missed, then live. */

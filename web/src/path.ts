@@ -19,6 +19,11 @@ export function contextOf(turns: readonly Turn[], turn: Asked): Turn[] {
   return pathTo(turns, turn.parentId).filter(({ answer }) => isContext(answer));
 }
 
+/** Whether the server may hold what a turn builds on, so that it need not be sent. */
+export function isChained(context: readonly Turn[]): boolean {
+  return context.length === 0 || context.at(-1)?.answer.responseId !== null;
+}
+
 /** `turn` after the stored response of its context. */
 export function chainBody(context: readonly Turn[], turn: Asked, files: FileIds): CallBody {
   const previous = context.at(-1)?.answer.responseId ?? null;

@@ -31,6 +31,31 @@ export interface CreateBody {
   previous_response_id: string | null;
   store: boolean;
   generate?: false;
+  instructions?: string;
+  temperature?: number;
+  top_p?: number;
+  top_k?: number;
+  min_p?: number;
+  repetition_penalty?: number;
+  max_output_tokens?: number;
+  seed?: number;
+  truncation?: 'auto' | 'disabled';
+  session_policy?: SessionPolicy | null;
+}
+
+/** How a chat goes on that has outgrown `window` text tokens. */
+export interface SessionPolicy {
+  window?: number;
+  images?: 'all' | 'pinned';
+  summary?: boolean;
+}
+
+/** What an answer was made without. */
+export interface SessionReport {
+  dropped_items?: number;
+  dropped_images?: number;
+  kept_images?: number;
+  approximate?: boolean;
 }
 
 export interface Usage {
@@ -63,6 +88,21 @@ export interface ResponseObject {
   output?: { type: string; content?: { type: string; text?: string }[] }[];
   usage?: Usage | null;
   timings?: Timings | null;
+  session?: SessionReport | null;
+  previous_response_id?: string | null;
+}
+
+/** An item of a stored request. */
+export interface StoredItem {
+  type: string;
+  role?: string;
+  content?: {
+    type: string;
+    text?: string;
+    image_url?: string;
+    file_id?: string | null;
+    sha256?: string;
+  }[];
 }
 
 interface Sequenced {

@@ -101,6 +101,19 @@ export class Store {
     return all.sort((a, b) => a.createdAt - b.createdAt);
   }
 
+  /** The conversations in which this was said; `wanted` is in lower case. */
+  async conversationsSaying(wanted: string): Promise<Set<string>> {
+    const all = await this.read<Turn>('turns', (records) => records.getAll());
+    const says = ({ text, answer }: Turn): boolean =>
+      `${text}\n${answer.text}`.toLocaleLowerCase().includes(wanted);
+    return new Set(all.filter(says).map(({ conversationId }) => conversationId));
+  }
+
+  async turnAnsweredBy(responseId: string): Promise<Turn | undefined> {
+    const all = await this.read<Turn>('turns', (records) => records.getAll());
+    return all.find(({ answer }) => answer.responseId === responseId);
+  }
+
   /** Pictures of any conversation with these bytes. */
   picturesWith(hash: string): Promise<Picture[]> {
     return this.read<Picture>('pictures', (records) => records.index('hash').getAll(hash));

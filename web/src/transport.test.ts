@@ -1,7 +1,7 @@
 /** The transport over a false socket and a false server: lanes, resuming, refusing, stopping. */
 import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest';
 import { Api } from './api';
-import type { ApiError, ResponseEvent } from './protocol';
+import type { ApiError, ModelObject, ResponseEvent } from './protocol';
 import { Transport } from './transport';
 import type { CallBody, LinkState } from './transport';
 
@@ -103,7 +103,10 @@ beforeEach(() => {
       ? Promise.reject(new TypeError('no network'))
       : Promise.resolve(reply());
   });
-  const watcher = { state: (state: LinkState) => void states.push(state), model: () => undefined };
+  const watcher = {
+    state: (state: LinkState) => void states.push(state),
+    models: (models: ModelObject[]) => models[0] ?? null,
+  };
   transport = new Transport(new Api(new URL('http://server/'), 'key-1'), watcher);
 });
 

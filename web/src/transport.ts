@@ -42,9 +42,10 @@ export interface Call {
   readonly abort: AbortController;
 }
 
+/** `models` hears what is served and says which of it to use. */
 export interface Watcher {
   state(state: LinkState): void;
-  model(model: ModelObject): void;
+  models(models: ModelObject[]): ModelObject | null;
 }
 
 const AUTH_CLOSE = 1008;
@@ -84,6 +85,11 @@ export class Transport {
     this.sleepers.wake();
   }
 
+  /** What is asked from now on goes to this model. */
+  use(model: ModelObject): void {
+    this.model = model;
+  }
+
   create(lane: string, body: CallBody, listener: Listener): Call {
     const call = newCall(lane, body, listener);
     this.lanes.set(lane, [...(this.lanes.get(lane) ?? []), call]);
@@ -120,9 +126,8 @@ export class Transport {
     try {
       const health = await this.api.health();
       if (health !== 'ok') return health === 'loading' ? 'loading' : 'retrying';
-      this.model = (await this.api.models())[0] ?? null;
+      this.model = this.watcher.models(await this.api.models());
       if (this.model === null) return 'retrying';
-      this.watcher.model(this.model);
     } catch (reason) {
       return reason instanceof ApiFault && reason.status === 401 ? 'locked' : 'retrying';
     }

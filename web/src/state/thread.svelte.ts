@@ -9,14 +9,16 @@ import type { Answer } from '../answer';
 import type { Api } from '../api';
 import { Frame } from '../frame';
 import { newId } from '../ids';
-import { chainBody, contextOf, fullBody } from '../path';
+import { chainBody, contextOf, fullBody, isChained } from '../path';
+import { requestOptions } from '../options';
 import type { PictureLimits } from '../pictures';
 import type { ApiError, ResponseEvent } from '../protocol';
 import type { Conversation, Picture, Store, Turn } from '../store';
 import type { Call, Transport } from '../transport';
-import { newestLeaf, pathTo } from '../tree';
+import { answerVersions, newestLeaf, pathTo } from '../tree';
 import { Album, fileIdsOf } from './album.svelte';
 import { Draft } from './draft.svelte';
+import { settings } from './settings.svelte';
 import { attachmentError, Tray } from './tray.svelte';
 import { Warmer } from './warmer';
 import type { Warming } from './warmer';
@@ -213,11 +215,16 @@ export class Thread {
     const turn = this.find(turnId);
     if (turn === undefined || !isRunning(turn.answer)) return;
     const context = contextOf(this.turns, turn);
-    const sent = (tried.full ? [...context, turn] : [turn]).flatMap(({ pictureIds }) => pictureIds);
+    const full = tried.full || !isChained(context);
+    const sent = (full ? [...context, turn] : [turn]).flatMap(({ pictureIds }) => pictureIds);
     const lacking = this.album.of(sent).filter(({ fileId }) => fileId === null);
     if (lacking.length > 0) return this.askWith(lacking, turnId, tried);
-    const makeBody = tried.full ? fullBody : chainBody;
-    const body = makeBody(context, turn, this.album.fileIds());
+    const makeBody = full ? fullBody : chainBody;
+    const variation = answerVersions(this.turns, turn).indexOf(turn);
+    const body = {
+      ...makeBody(context, turn, this.album.fileIds()),
+      ...requestOptions(settings.options, variation),
+    };
     const listener = this.listener(turnId, (error) => this.remedy(turnId, error, tried));
     this.calls.set(turnId, this.services.transport.create(this.conversation.id, body, listener));
   }
@@ -288,7 +295,9 @@ export class Thread {
     const pictureIds = pictures.map(({ id }) => id);
     const next = { parentId: this.leafId, text: '', pictureIds };
     const files = new Map([...this.album.fileIds(), ...fileIdsOf(pictures)]);
-    const body = chainBody(contextOf(this.turns, next), next, files);
+    const context = contextOf(this.turns, next);
+    const makeBody = isChained(context) ? chainBody : fullBody;
+    const body = { ...makeBody(context, next, files), ...requestOptions(settings.options) };
     return { body, done: () => tray.markWarm(pictureIds) };
   }
 
