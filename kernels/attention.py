@@ -23,11 +23,13 @@ LOG2_E = 1.4426950408889634
 
 
 class Scratch:
-    """Room for partial results, shared by all layers: `slots` of them."""
+    """Room for partial results, shared by all layers: `slots` of them; and how many of a single
+    row's have `arrived`, by KV head, which is none between launches."""
 
     def __init__(self, slots: int, heads: int, dim: int, device: torch.device) -> None:
         self.parts = torch.empty(slots, heads, dim, dtype=torch.float32, device=device)
         self.lses = torch.empty(slots, heads, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(heads, dtype=torch.int32, device=device)
 
 
 def _tuning_small(few: bool, dim: int, itemsize: int) -> dict[str, int]:

@@ -90,7 +90,7 @@ def _tiles(
 
 
 @triton.jit
-def _run(
+def run_keys(
     state_m, state_l, acc, q_a, q_b, keys, values, table, first, last, all_first, all_last, lo, hi,
     tree, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -123,7 +123,7 @@ def _run(
 
 
 @triton.jit
-def _store(
+def store_item(
     acc, state_m, state_l, ok, at, place, target, query_head, out, parts, lses, sinks,
     D: tl.constexpr, WIDE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +157,7 @@ def _query(q, at, ok, scale, D: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _turn_back(a, b, rope, base, ok, D: tl.constexpr, HALF: tl.constexpr):
+def turn_back(a, b, rope, base, ok, D: tl.constexpr, HALF: tl.constexpr):
     """The halves a, b [M, HALF] rotated by the angles of -base [M]."""
     half = tl.arange(0, HALF)
     mask = ok[:, None] & (half < D // 2)[None, :]
@@ -212,17 +212,17 @@ def attend_one(
             keys = k_vision + head * vision_head
             values = v_vision + head * vision_head
         if base >= 0:
-            q_a, q_b = _turn_back(q_a, q_b, rope, base + tl.zeros_like(g), ok, D, HALF)
+            q_a, q_b = turn_back(q_a, q_b, rope, base + tl.zeros_like(g), ok, D, HALF)
         state_m = tl.full([BLOCK_M], -1e30, tl.float32)
         state_l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
-        state_m, state_l, acc = _run(
+        state_m, state_l, acc = run_keys(
             state_m, state_l, acc, q_a.to(q.dtype.element_ty), q_b.to(q.dtype.element_ty),
             keys, values, table, first, last, first, last, none, all_keys,
             none, D, HALF, WIDE, PAGE, BLOCK_N, False, CAP, PRECISION,
         )  # fmt: skip
         target = slot + tl.zeros([BLOCK_M], tl.int64)
-        _store(
+        store_item(
             acc, state_m, state_l, ok, at, target * H + query_head, target, query_head,
             out, parts, lses, sinks, D, WIDE, HAS_SINKS,
         )  # fmt: skip
@@ -265,8 +265,8 @@ def _segment(
         hi = tl.minimum(lo, offset)
         lo = lo * 0
     if base >= 0:
-        q_a, q_b = _turn_back(wide_a, wide_b, rope, base + shift, ok, D, HALF)
-    return _run(
+        q_a, q_b = turn_back(wide_a, wide_b, rope, base + shift, ok, D, HALF)
+    return run_keys(
         state_m, state_l, acc, q_a.to(KIND), q_b.to(KIND), keys, values, table, first, last,
         tl.load(segment + 4), tl.load(segment + 5), lo, hi,
         tree, D, HALF, WIDE, PAGE, BLOCK_N, TREES, CAP, PRECISION,
@@ -330,10 +330,42 @@ def attend_many(
                 k_vision + head * vision_head, v_vision + head * vision_head, rope,
                 ENTRY, q.dtype.element_ty, D, HALF, WIDE, PAGE, BLOCK_N, TREES, CAP, PRECISION,
             )  # fmt: skip
-        _store(
+        store_item(
             acc, state_m, state_l, ok, at, target * H + query_head, target, query_head,
             out, parts, lses, sinks, D, WIDE, HAS_SINKS,
         )  # fmt: skip
+
+
+@triton.jit
+def joined(
+    first, count, head, parts, lses, sinks,
+    H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """What a query head's partial results [first, first + count) come to, in order of slots;
+    float32 [WIDE]."""
+    wide = tl.arange(0, WIDE)
+    top = tl.full([], -1e30, tl.float32)
+    total = tl.zeros([], tl.float32)
+    if HAS_SINKS:
+        top = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    acc = tl.zeros([WIDE], tl.float32)
+    for at in tl.range(0, count, BLOCK_P):
+        p = at + tl.arange(0, BLOCK_P)
+        place = (first + p).to(tl.int64) * H + head
+        # Other programs of the same launch may have written them.
+        lse = tl.load(lses + place, mask=p < count, other=-1e30, cache_modifier=".cg")
+        mask = (p < count)[:, None] & (wide < D)[None, :]
+        each = parts + place[:, None] * D + wide[None, :]
+        part = tl.load(each, mask=mask, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weight = tl.where(lse > -1e29, tl.exp2(lse - new_top), 0.0)
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(weight, 0)
+        acc = acc * fade + tl.sum(part * weight[:, None], 0)
+        top = new_top
+    return acc / tl.maximum(total, 1e-30)
 
 
 @triton.jit
@@ -342,7 +374,7 @@ def merge(
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr,
     HAS_SINKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Join the partial results of row program_id(0), head program_id(1), in order of slots."""
+    """Join the partial results of row program_id(0), head program_id(1)."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     merges = work + tl.load(header + 6)
@@ -352,25 +384,7 @@ def merge(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if count > 1:
+        result = joined(first, count, head, parts, lses, sinks, H, D, WIDE, BLOCK_P, HAS_SINKS)
         wide = tl.arange(0, WIDE)
-        top = tl.full([], -1e30, tl.float32)
-        total = tl.zeros([], tl.float32)
-        if HAS_SINKS:
-            top = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-            total += 1.0
-        acc = tl.zeros([WIDE], tl.float32)
-        for at in tl.range(0, count, BLOCK_P):
-            p = at + tl.arange(0, BLOCK_P)
-            place = (first + p).to(tl.int64) * H + head
-            lse = tl.load(lses + place, mask=p < count, other=-1e30)
-            mask = (p < count)[:, None] & (wide < D)[None, :]
-            part = tl.load(parts + place[:, None] * D + wide[None, :], mask=mask, other=0.0)
-            new_top = tl.maximum(top, tl.max(lse, 0))
-            weight = tl.where(lse > -1e29, tl.exp2(lse - new_top), 0.0)
-            fade = tl.exp2(top - new_top)
-            total = total * fade + tl.sum(weight, 0)
-            acc = acc * fade + tl.sum(part * weight[:, None], 0)
-            top = new_top
-        result = acc / tl.maximum(total, 1e-30)
         at_out = (row.to(tl.int64) * H + head) * D + wide
         tl.store(out + at_out, result.to(out.dtype.element_ty), mask=wide < D)

@@ -352,6 +352,7 @@ class CUDARunner(ModelRunner):
             vision=self.vision,
             places=self._places,
             dense=dense,
+            lone=shape.rows == 1 and embeds is None and not shape.launch.large,
         )
         if embeds is None:
             embeds = self.adapter.embed(resolve_pending(ids.long(), self._previous))

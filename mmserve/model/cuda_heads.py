@@ -47,7 +47,12 @@ class CUDAHeads:
         text, vision = step.pools(self.index)
         num_heads = qkv.shape[1] // self.head_dim - 2 * text[0].shape[0]
         q = qkv.new_empty(len(qkv), num_heads, self.head_dim)
+        if step.lone:
+            read = q if out is None else out.view(q.shape)
+            how: dict[str, Any] = {"norm": self.norm, "rotary": rotary, "softcap": self.softcap}
+            step.read_row(self.index, qkv, turns, self.scaling, read, **how)
+            return read.flatten(1)
         slots = step.slots[step.places[self.index][0]]
         fused.rotate_store(qkv, turns, slots, q, text, vision, self.norm, rotary)
-        into = None if out is None else out.view(q.shape)
-        return step.read(self.index, q, self.scaling, self.softcap, out=into).flatten(1)
+        read = step.read(self.index, q, self.scaling, self.softcap).flatten(1)
+        return read if out is None else out.copy_(read)

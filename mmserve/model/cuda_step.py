@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mmserve.cache.kv_pool import KVPool
 from mmserve.kernels import attention, fused
 from mmserve.kernels.launch import Launch
+from mmserve.kernels.row_attention import attend_row
 from mmserve.model.attention import Place
 
 # Of PyTorch's dense attention, the best first: on an H200 cuDNN's is twice its flash one's speed.
@@ -51,7 +52,8 @@ class CUDAStep:
     `work` int32: the tables of mmserve.kernels.work, one set a group; `slots` [groups, T] int32 as
     an `AttentionPlan` names them; `rope` [positions, 2, D / 2] float32: by it queries are turned
     back before images stored at local positions; `turns`: what fused layers rotate by, None where
-    the model computes it; `places`: each layer's group, and its number there.
+    the model computes it; `places`: each layer's group, and its number there; `lone`: there is but
+    one row, of text, whose own key is the last that it reads.
     """
 
     work: Tensor
@@ -64,6 +66,7 @@ class CUDAStep:
     vision: tuple[KVPool, ...]
     places: dict[int, Place]
     dense: tuple[tuple[DenseChunk, ...], ...] = ()
+    lone: bool = False
 
     def pools(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """(K, V) of text and of images, each [Hkv, pages, page_size, D]."""
@@ -95,11 +98,9 @@ class CUDAStep:
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-        out: Tensor | None = None,
     ) -> Tensor:
-        """q [T, H, D] over what is stored -> [T, H, D], contiguous, in `out` where there is one."""
-        out = torch.empty_like(q) if out is None else out
-        group, pools = self.places[layer][0], self.pools(layer)
+        """q [T, H, D] over what is stored -> [T, H, D]."""
+        group, out, pools = self.places[layer][0], torch.empty_like(q), self.pools(layer)
         attention.paged_attention(
             *(q, self.work, *pools, self.rope, scale, self.scratch, out, self.launch),
             group=group,
@@ -112,6 +113,30 @@ class CUDAStep:
             keys, values = (_gather(chunk, *both) for both in zip(*pools, strict=True))
             out[rows] = _read_densely(chunk, q[rows], keys, values, scale)
         return out
+
+    def read_row(
+        self,
+        layer: int,
+        qkv: Tensor,
+        turns: fused.Turns,
+        scale: float,
+        out: Tensor,
+        *,
+        norm: fused.HeadNorm | None = None,
+        rotary: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """The `lone` row's heads from qkv [1, (H + 2 Hkv) D]: stored, and what they read in out
+        [1, H, D]; see `attend_row`."""
+        group = self.places[layer][0]
+        attend_row(
+            *(qkv, turns, self.slots[group], self.work, *self.pools(layer), self.rope, scale),
+            *(self.scratch, out, self.launch),
+            norm=norm,
+            rotary=rotary,
+            group=group,
+            softcap=softcap,
+        )
 
 
 def _gather(chunk: DenseChunk, text: Tensor, vision: Tensor) -> Tensor:

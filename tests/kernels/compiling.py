@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from mmserve.kernels import attention, chain, fused, gemv, graft, sampling, spans
+from mmserve.kernels import attention, chain, fused, gemv, graft, row_attention, sampling, spans
 from mmserve.kernels.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -120,6 +120,22 @@ def grafts() -> None:
         graft.graft(work, rows, each, -101, axes=1, sets=1)
 
 
+def rows() -> None:
+    shapes = [(dtype, 1, 1, 2, 2) for dtype in DTYPES]
+    shapes += [(torch.bfloat16, 8, 4, 256, 256), (torch.bfloat16, 2, 2, 80, 32)]
+    for dtype, heads, kv_heads, dim, rotary in shapes:
+        qkv = torch.zeros(1, (heads + 2 * kv_heads) * dim, dtype=dtype)
+        slots, work = torch.zeros(1, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+        table, kv = torch.zeros(1, 2, dim // 2), pool(kv_heads, 4, dim, dtype)
+        scratch, out = attention.Scratch(1, heads, dim, qkv.device), qkv.new_zeros(1, heads, dim)
+        rest = (work, kv, kv, table, 1.0, scratch, out, Launch(132, 0, 16, 32))
+        norm = fused.HeadNorm(torch.zeros(dim), torch.zeros(dim), 1e-6)
+        placed = fused.Turns.by_table(table, slots)
+        row_attention.attend_row(qkv, placed, slots, *rest, norm=norm, rotary=rotary)
+        own = fused.Turns(qkv[:, :rotary], qkv[:, :rotary])
+        row_attention.attend_row(qkv, own, slots, *rest, rotary=rotary, softcap=30.0)
+
+
 def towers() -> None:
     for dtype, tokens, heads, dim in itertools.product(DTYPES, (1, 3), (1, 3), (2, 80)):
         q, k, v = (packed := torch.zeros(tokens, 3, heads, dim, dtype=dtype)).unbind(1)
@@ -131,5 +147,5 @@ def towers() -> None:
 
 if __name__ == "__main__":
     compile_only()
-    for kernels in (gemvs, elementwise, choices, attentions, grafts, towers):
+    for kernels in (gemvs, elementwise, choices, attentions, grafts, rows, towers):
         kernels()
