@@ -74,7 +74,7 @@ def test_the_button_takes_several_files_and_each_can_be_removed(
         {"name": f"{color}.png", "mimeType": "image/png", "buffer": picture(color)}
         for color in ("red", "green", "blue")
     ]
-    tab.page.set_input_files("input[type=file]", files)  # type: ignore[arg-type]
+    tab.page.set_input_files("input[type=file][multiple]", files)  # type: ignore[arg-type]
     tab.page.wait_for_function(
         "() => document.querySelectorAll('.tray [data-state=ready]').length === 3"
     )

@@ -1,9 +1,10 @@
 /**
  * A chosen file made into a picture the server takes.
  *
- * Owns decoding in the browser, converting foreign formats and shrinking what is above the
- * server's limits. The file is otherwise sent as it is, so equal files stay equal.
+ * Owns the worker that decodes, converts foreign formats and shrinks what is above the server's
+ * limits. The file is otherwise sent as it is, so equal files stay equal.
  */
+import PictureWorker from './picture.worker?worker';
 
 export interface PictureLimits {
   maxPixels: number;
@@ -11,64 +12,65 @@ export interface PictureLimits {
   maxBytes: number;
 }
 
+/** `preview`: a smaller one to show in the chat, of pictures that are large. */
 export interface PreparedPicture {
   blob: Blob;
   width: number;
   height: number;
+  preview: Blob | null;
+}
+
+export interface PictureQuestion {
+  number: number;
+  file: Blob;
+  limits: PictureLimits;
+}
+
+export interface PictureAnswer {
+  number: number;
+  picture: PreparedPicture | null;
 }
 
 /** The browser cannot read the file as a picture. */
 export class UnreadablePicture extends Error {}
 
-const ACCEPTED = ['image/png', 'image/jpeg', 'image/webp', 'image/gif'];
+/** One worker for the page, begun with the first picture; asks of it are answered by number. */
+class Studio {
+  private worker: Worker | null = null;
+  private asked = 0;
+  private readonly waiting = new Map<number, (picture: PreparedPicture | null) => void>();
 
-/** Factor by which both sides shrink so that the picture is within the limits; at most 1. */
-export function shrinkFactor(width: number, height: number, limits: PictureLimits): number {
-  const area = Math.sqrt(limits.maxPixels / (width * height));
-  return Math.min(1, area, limits.maxSide / Math.max(width, height));
-}
+  ask(file: Blob, limits: PictureLimits): Promise<PreparedPicture | null> {
+    const number = this.asked++;
+    this.worker ??= this.begin();
+    this.worker.postMessage({ number, file, limits } satisfies PictureQuestion);
+    return new Promise((resolve) => this.waiting.set(number, resolve));
+  }
 
-/** Throws `UnreadablePicture`. */
-export async function prepare(file: Blob, limits: PictureLimits): Promise<PreparedPicture> {
-  const bitmap = await createImageBitmap(file).catch(() => {
-    throw new UnreadablePicture();
-  });
-  try {
-    const factor = shrinkFactor(bitmap.width, bitmap.height, limits);
-    const fits = factor === 1 && file.size <= limits.maxBytes && ACCEPTED.includes(file.type);
-    if (fits) return { blob: file, width: bitmap.width, height: bitmap.height };
-    return await redraw(bitmap, factor, file.type, limits.maxBytes);
-  } finally {
-    bitmap.close();
+  private begin(): Worker {
+    const worker = new PictureWorker();
+    worker.onmessage = ({ data: { number, picture } }: MessageEvent<PictureAnswer>) => {
+      this.waiting.get(number)?.(picture);
+      this.waiting.delete(number);
+    };
+    // Memory that ran out ends the worker: what it had is unreadable, the next picture gets a new one.
+    worker.onerror = () => {
+      worker.terminate();
+      this.worker = null;
+      for (const resolve of this.waiting.values()) resolve(null);
+      this.waiting.clear();
+    };
+    return worker;
   }
 }
 
-/** Photographs become JPEG; anything else stays lossless unless that is too many bytes. */
-async function redraw(
-  bitmap: ImageBitmap,
-  factor: number,
-  type: string,
-  maxBytes: number,
-): Promise<PreparedPicture> {
-  const width = Math.max(1, Math.floor(bitmap.width * factor));
-  const height = Math.max(1, Math.floor(bitmap.height * factor));
-  const canvas = document.createElement('canvas');
-  Object.assign(canvas, { width, height });
-  canvas.getContext('2d')?.drawImage(bitmap, 0, 0, width, height);
-  const blob = await toBlob(canvas, type === 'image/jpeg' ? type : 'image/png');
-  const small = blob.size <= maxBytes ? blob : await toBlob(canvas, 'image/jpeg');
-  return { blob: small, width, height };
-}
+const studio = new Studio();
 
-/** Throws `UnreadablePicture` when the browser cannot encode the canvas. */
-export function toBlob(canvas: HTMLCanvasElement, type: string): Promise<Blob> {
-  return new Promise((resolve, reject) => {
-    const take = (blob: Blob | null): void => {
-      if (blob === null) reject(new UnreadablePicture());
-      else resolve(blob);
-    };
-    canvas.toBlob(take, type, 0.92);
-  });
+/** Throws `UnreadablePicture`. */
+export async function prepare(file: Blob, limits: PictureLimits): Promise<PreparedPicture> {
+  const picture = await studio.ask(file, limits);
+  if (picture === null) throw new UnreadablePicture();
+  return picture;
 }
 
 /** The SHA-256 of a blob's bytes in hexadecimal; null where the browser keeps that from the page. */

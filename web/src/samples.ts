@@ -1,6 +1,4 @@
 /** Pictures the page draws itself, so that a newcomer needs no file to try it. */
-import { toBlob } from './pictures';
-
 const SIDE = 448;
 
 /** A sample's `name` is also its key in the dictionaries. */
@@ -22,10 +20,20 @@ export function paint(canvas: HTMLCanvasElement, sample: Sample): void {
   if (context !== null) sample.draw(context);
 }
 
+function toBlob(canvas: HTMLCanvasElement): Promise<Blob> {
+  return new Promise((resolve, reject) => {
+    const take = (blob: Blob | null): void => {
+      if (blob === null) reject(new Error('no picture'));
+      else resolve(blob);
+    };
+    canvas.toBlob(take, 'image/png');
+  });
+}
+
 export async function sampleFile(sample: Sample): Promise<File> {
   const canvas = document.createElement('canvas');
   paint(canvas, sample);
-  return new File([await toBlob(canvas, 'image/png')], `${sample.name}.png`, { type: 'image/png' });
+  return new File([await toBlob(canvas)], `${sample.name}.png`, { type: 'image/png' });
 }
 
 function drawShapes(context: CanvasRenderingContext2D): void {

@@ -31,7 +31,8 @@ export interface Turn {
 
 /**
  * A picture as it was sent. `fileId` is the server's name for it, valid for some hours; `hash` the
- * SHA-256 of its bytes, where the browser could tell.
+ * SHA-256 of its bytes, where the browser could tell. `preview`: smaller, to be shown; `original`:
+ * the file before it was shrunk, where it was to be kept.
  */
 export interface Picture {
   id: string;
@@ -42,6 +43,8 @@ export interface Picture {
   height: number;
   fileId: string | null;
   hash: string | null;
+  preview?: Blob | null;
+  original?: Blob | null;
 }
 
 interface Records {

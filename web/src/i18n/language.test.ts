@@ -1,7 +1,7 @@
 /** Dictionaries are equal in shape; the language is chosen as people expect. */
 import { describe, expect, it } from 'vitest';
 import { en } from './en';
-import { chooseLanguage, errorSentence, formatMs } from './language';
+import { chooseLanguage, errorSentence, formatBytes, formatMs } from './language';
 import { zh } from './zh';
 
 function keysOf(value: unknown, path = ''): string[] {
@@ -47,4 +47,14 @@ describe('an error', () => {
 it('times are short', () => {
   expect(formatMs(83.4, 'en')).toBe('83 ms');
   expect(formatMs(2345, 'en')).toBe('2.3 sec');
+});
+
+it('bytes are in the units people know', () => {
+  expect([0, 1023, 1536, 5 * 2 ** 20, 2 ** 41].map((bytes) => formatBytes(bytes, 'en'))).toEqual([
+    '0 B',
+    '1,023 B',
+    '1.5 KiB',
+    '5 MiB',
+    '2,048 GiB',
+  ]);
 });

@@ -38,3 +38,14 @@ export function formatNumber(value: number, language: Language): string {
   const maximumFractionDigits = value < 10 ? 1 : 0;
   return new Intl.NumberFormat(LANGUAGE_TAGS[language], { maximumFractionDigits }).format(value);
 }
+
+export function formatPercent(share: number, language: Language): string {
+  return new Intl.NumberFormat(LANGUAGE_TAGS[language], { style: 'percent' }).format(share);
+}
+
+/** Bytes in powers of 1024, as people know them. */
+export function formatBytes(bytes: number, language: Language): string {
+  const power = bytes < 1024 ? 0 : Math.min(3, Math.floor(Math.log2(bytes) / 10));
+  const unit = ['B', 'KiB', 'MiB', 'GiB'][power] ?? 'B';
+  return `${formatNumber(bytes / 1024 ** power, language)} ${unit}`;
+}

@@ -7,9 +7,16 @@ import type { Api } from '../api';
 import type { FileIds } from '../path';
 import type { Picture, Store } from '../store';
 
+/** A picture to be looked at closely. */
+export interface View {
+  url: string;
+  name: string;
+}
+
 export class Album {
   urls = $state.raw<ReadonlyMap<string, string>>(new Map());
   private readonly pictures = new Map<string, Picture>();
+  private readonly full = new Map<string, string>();
 
   constructor(
     private readonly api: Api,
@@ -20,7 +27,8 @@ export class Album {
     const urls = new Map(this.urls);
     for (const picture of pictures) {
       this.pictures.set(picture.id, picture);
-      if (!urls.has(picture.id)) urls.set(picture.id, URL.createObjectURL(picture.blob));
+      if (!urls.has(picture.id))
+        urls.set(picture.id, URL.createObjectURL(picture.preview ?? picture.blob));
     }
     this.urls = urls;
   }
@@ -31,6 +39,17 @@ export class Album {
 
   of(ids: readonly string[]): Picture[] {
     return ids.flatMap((id) => this.pictures.get(id) ?? []);
+  }
+
+  /** Pictures as large as they are, for the viewer. */
+  views(ids: readonly string[]): View[] {
+    return this.of(ids).map(({ id, name, preview, original, blob }) => {
+      const shown = this.urls.get(id);
+      if (!preview && !original && shown !== undefined) return { url: shown, name };
+      const url = this.full.get(id) ?? URL.createObjectURL(original ?? blob);
+      this.full.set(id, url);
+      return { url, name };
+    });
   }
 
   /** The picture that the server knows under this name. */
@@ -58,7 +77,7 @@ export class Album {
   }
 
   discard(): void {
-    for (const url of this.urls.values()) URL.revokeObjectURL(url);
+    for (const url of [...this.urls.values(), ...this.full.values()]) URL.revokeObjectURL(url);
     this.urls = new Map();
     this.pictures.clear();
   }

@@ -10,13 +10,17 @@ import { hashOf, prepare, UnreadablePicture } from '../pictures';
 import type { PictureLimits } from '../pictures';
 import type { ApiError } from '../protocol';
 import type { Picture } from '../store';
-import type { Album } from './album.svelte';
+import type { Album, View } from './album.svelte';
+import { settings } from './settings.svelte';
+
+/** Files below this are shown at once; of larger ones a small picture is made first. */
+const SHOWN_BYTES = 2 * 1024 * 1024;
 
 /** `progress` is the share of the bytes that were sent; `warm`: the server has read it ahead. */
 export interface Attachment {
   id: string;
   name: string;
-  url: string;
+  url: string | null;
   state: 'uploading' | 'ready' | 'failed';
   progress: number;
   warm: boolean;
@@ -53,7 +57,7 @@ export class Tray {
   add(files: Iterable<File>): void {
     for (const file of files) {
       const id = newId();
-      const url = URL.createObjectURL(file);
+      const url = file.size < SHOWN_BYTES ? URL.createObjectURL(file) : null;
       this.show({ id, name: file.name, url, state: 'uploading' });
       this.start(id, file);
     }
@@ -91,6 +95,10 @@ export class Tray {
     this.changed();
   }
 
+  views(): View[] {
+    return this.attachments.flatMap(({ url, name }) => (url === null ? [] : [{ url, name }]));
+  }
+
   /** The prepared pictures in their order, uploaded or not, without waiting. */
   pictures(): Picture[] {
     return this.attachments.flatMap(({ id }) => this.work.get(id)?.picture ?? []);
@@ -120,7 +128,7 @@ export class Tray {
 
   private forget(id: string): void {
     const gone = this.attachments.find((attachment) => attachment.id === id);
-    if (gone !== undefined && this.work.get(id)?.file) URL.revokeObjectURL(gone.url);
+    if (gone?.url && this.work.get(id)?.file) URL.revokeObjectURL(gone.url);
     this.work.get(id)?.abort.abort();
     this.work.delete(id);
     this.attachments = this.attachments.filter((attachment) => attachment.id !== id);
@@ -142,6 +150,11 @@ export class Tray {
 
   private async upload(id: string, file: File, work: Work): Promise<void> {
     const prepared = await prepare(file, this.limits());
+    const { preview } = prepared;
+    const shown = this.attachments.find((attachment) => attachment.id === id);
+    if (shown?.url === null) {
+      this.mark(id, { url: URL.createObjectURL(preview ?? prepared.blob) });
+    }
     const { conversationId } = this;
     const hash = await hashOf(prepared.blob);
     const known = hash === null ? undefined : await this.album.withHash(hash);
@@ -151,7 +164,10 @@ export class Tray {
         signal: work.abort.signal,
         progress: (progress) => this.mark(id, { progress }),
       }));
-    work.picture = { id, conversationId, name: file.name, ...prepared, fileId, hash };
+    const shrunk = prepared.blob !== file && prepared.blob.size !== file.size;
+    const original = shrunk && settings.options.keepOriginals ? file : null;
+    const names = { id, conversationId, name: file.name, fileId, hash };
+    work.picture = { ...names, ...prepared, original };
     this.mark(id, { state: 'ready' });
     this.changed();
   }

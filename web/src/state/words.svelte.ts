@@ -3,8 +3,10 @@ import {
   chooseLanguage,
   DICTIONARIES,
   errorSentence,
+  formatBytes,
   formatMs,
   formatNumber,
+  formatPercent,
   LANGUAGE_TAGS,
 } from '../i18n/language';
 import type { Language } from '../i18n/language';
@@ -28,6 +30,14 @@ export class Words {
 
   ms(value: number): string {
     return formatMs(value, this.language);
+  }
+
+  percent(share: number): string {
+    return formatPercent(share, this.language);
+  }
+
+  bytes(value: number): string {
+    return formatBytes(value, this.language);
   }
 
   number(value: number): string {

@@ -1,6 +1,6 @@
 /** Shrinking: only above a limit, and then below every limit. */
 import { expect, it } from 'vitest';
-import { shrinkFactor } from './pictures';
+import { shrinkFactor } from './redraw';
 
 const LIMITS = { maxPixels: 1_000_000, maxSide: 4000, maxBytes: 1 };
 
