@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmserve.kernels import attention_kernels
 from mmserve.kernels.chain import chained
+from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.work import ENTRY, HEADER, LARGE, SEGMENT, SMALL, SMALL_ROWS
 
@@ -53,8 +54,8 @@ def _tuning_large(tile_rows: int, dim: int, itemsize: int) -> dict[str, int]:
 def paged_attention(
     q: Tensor,
     work: Tensor,
-    own: tuple[Tensor, Tensor],
-    vision: tuple[Tensor, Tensor],
+    own: Pages,
+    vision: Pages,
     rope: Tensor,
     scale: float,
     scratch: Scratch,
@@ -68,12 +69,12 @@ def paged_attention(
     """A step's attention over one layer's pools; no allocation, no synchronisation.
 
     q, out [T, H, D]; work: `work.join`'s array on the device, of which the set number `group` is
-    the layer's; own, vision: (K, V), each [Hkv, pages, page, D] with a head's pages contiguous;
+    the layer's; a head's pages are contiguous in own and vision;
     rope [positions, 2, D / 2] float32: by it queries are turned back before images whose base is
     not None; softcap and sinks [H] as `reference.paged_attention` takes them.
     """
     heads, dim = q.shape[1:]
-    kv_heads, page = own[0].shape[0], own[0].shape[2]
+    kv_heads, page = own.k.shape[0], own.size
     half = max(triton.next_power_of_2(dim // 2), 16)
     wide = max(triton.next_power_of_2(dim), 16)
     shape: dict[str, Any] = {"H": heads, "KV_HEADS": kv_heads, "D": dim, "HALF": half}
@@ -81,7 +82,7 @@ def paged_attention(
     shape["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"
     shape |= {"CAP": (softcap or 0.0) * LOG2_E, "HAS_SINKS": sinks is not None}
     header, sunk = work[HEADER * group :], q if sinks is None else sinks
-    pools = (*own, *vision, own[0].stride(0), vision[0].stride(0))
+    pools = (*own[:2], *vision[:2], own.k.stride(0), vision.k.stride(0))
     results = (out, scratch.parts, scratch.lses)
     if launch.large:
         attention_kernels.attend_many[(launch.large,)](

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmserve.kernels.chain import chained
+from mmserve.kernels.kv_formats import Pages
 
 MAX_WIDTH = 16384  # a row stays in one program's registers
 TOKENS = 4  # of one head, by one warp: 16-byte accesses at 128 dimensions, and no loss at one token
@@ -286,8 +287,8 @@ def rotate_store(
     turns: Turns,
     slots: Tensor,
     q_out: Tensor,
-    text: tuple[Tensor, Tensor],
-    vision: tuple[Tensor, Tensor],
+    text: Pages,
+    vision: Pages,
     norm: HeadNorm | None = None,
     rotary: int | None = None,
 ) -> None:
@@ -295,12 +296,12 @@ def rotate_store(
 
     qkv [T, (H + 2 Hkv) D], rows contiguous; slots [T] int32 or int64 as an `AttentionPlan` names
     them: page * page_size + offset in text, a `vision_slot` or NOWHERE; q_out [T, H, D], heads
-    contiguous; text, vision: (K, V), each [Hkv, pages, page_size, D], a head's pages contiguous.
+    contiguous; a head's pages are contiguous in text and vision.
     With `norm` every head of q and k is normalised before it is turned. `rotary`: how many of a
     head's dimensions are turned, its first ones; None: all.
     """
     num_tokens, heads, dim = q_out.shape
-    kv_heads = text[0].shape[0]
+    kv_heads = text.k.shape[0]
     assert qkv.shape == (num_tokens, (heads + 2 * kv_heads) * dim)
     assert qkv.stride(1) == 1 and q_out.stride()[1:] == (dim, 1)
     turned = dim if rotary is None else rotary
@@ -313,7 +314,7 @@ def rotate_store(
     q_weight, k_weight, eps = norm or (cos, cos, 0.0)
     # Heads first: programs that run together share the rows of cos and sin.
     _rotate_store[(heads + 2 * kv_heads, triton.cdiv(num_tokens, TOKENS))](
-        qkv, cos, sin, slots if places is None else places, slots, q_out, *text, *vision,
+        qkv, cos, sin, slots if places is None else places, slots, q_out, *text[:2], *vision[:2],
         q_weight, k_weight, eps, num_tokens, qkv.stride(0), cos.stride(0), q_out.stride(0),
         *strides,
         HEADS=heads, KV_HEADS=kv_heads, D=dim, ROTARY=turned,
@@ -327,8 +328,8 @@ def store(
     k: Tensor,
     v: Tensor,
     slots: Tensor,
-    text: tuple[Tensor, Tensor],
-    vision: tuple[Tensor, Tensor],
+    text: Pages,
+    vision: Pages,
 ) -> None:
     """Store k and v [T, Hkv, D], whose last dimension is contiguous; the rest as above."""
     num_tokens, heads, dim = k.shape
@@ -337,17 +338,17 @@ def store(
     if num_tokens == 0:
         return
     _store[(heads, triton.cdiv(num_tokens, TOKENS))](
-        k, v, slots, *text, *vision, num_tokens, *k.stride()[:2], *v.stride()[:2], *strides,
+        k, v, slots, *text[:2], *vision[:2], num_tokens, *k.stride()[:2], *v.stride()[:2], *strides,
         D=dim, WIDE=triton.next_power_of_2(dim), TILE=TOKENS, num_warps=1, **chained(k.device),
     )  # fmt: skip
 
 
-def _head_strides(text: tuple[Tensor, Tensor], vision: tuple[Tensor, Tensor]) -> tuple[int, int]:
+def _head_strides(text: Pages, vision: Pages) -> tuple[int, int]:
     """From head to head in either pool, each (K, V)."""
-    for k, v in (text, vision):
+    for k, v, *_ in (text, vision):
         size, dim = k.shape[2:]
         assert k.stride()[1:] == (size * dim, dim, 1) and v.stride() == k.stride()
-    return text[0].stride(0), vision[0].stride(0)
+    return text.k.stride(0), vision.k.stride(0)
 
 
 def gated_mul(both: Tensor, out: Tensor, gate: Gate = "silu") -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.reference import AttentionPlan, rotate, write_step
 
 
@@ -44,14 +45,14 @@ def rotate_store(
     turns: tuple[Tensor, Tensor, Tensor | None],
     slots: Tensor,
     q_out: Tensor,
-    text: tuple[Tensor, Tensor],
-    vision: tuple[Tensor, Tensor],
+    text: Pages,
+    vision: Pages,
     norm: tuple[Tensor, Tensor, float] | None = None,
     rotary: int | None = None,
 ) -> None:
     """Rotated q and stored k, v from packed qkv [T, (H + 2 Hkv) D]; see `fused.rotate_store`."""
     _, heads, dim = q_out.shape
-    kv_heads = text[0].shape[0]
+    kv_heads = text.k.shape[0]
     rows = qkv.view(-1, heads + 2 * kv_heads, dim).float()
     q, k, v = rows[:, :heads], rows[:, heads:-kv_heads], rows[:, -kv_heads:]
     if norm is not None:
@@ -70,8 +71,8 @@ def store(
     k: Tensor,
     v: Tensor,
     slots: Tensor,
-    text: tuple[Tensor, Tensor],
-    vision: tuple[Tensor, Tensor],
+    text: Pages,
+    vision: Pages,
 ) -> None:
     """k and v [T, Hkv, D] at the slots of either pool; see `fused.store`."""
     none = torch.zeros(0, device=k.device)

@@ -17,13 +17,24 @@ output and a log-sum-exp; parts are merged in a fixed order, text first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmserve.kernels.kv_formats import (
+    KVFormat,
+    Pages,
+    Part,
+    decode_pages,
+    encode_pages,
+    encode_tokens,
+    token_views,
+)
+
+PARTS: tuple[Part, Part] = ("k", "v")
 NOWHERE = -1  # the slot of a row that is stored in neither pool
 
 
@@ -79,6 +90,14 @@ class QueryGroup:
         """[N, Q] int64: where what it reads ends; not above `image_lo` where it reads nothing."""
         end = self.visual_hi[self.image_row] - self.image_first[:, None]
         return torch.minimum(end, self.image_len[:, None])
+
+    @cached_property
+    def alone(self) -> tuple[Tensor, Tensor, QueryGroup]:
+        """The numbers of the text pages and the image pages that are read, and the group as it
+        would be if these were all pages that there are."""
+        pages, own = self.pages.unique(return_inverse=True)
+        images, seen = self.image_pages.unique(return_inverse=True)
+        return pages, images, replace(self, pages=own, image_pages=seen)
 
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
@@ -143,9 +162,35 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def write_kv(pool: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Store new [T, Hkv, D] at the slots of pool [Hkv, pages, page_size, D], in place."""
-    pool.view(pool.shape[0], -1, pool.shape[3])[:, slots] = new.transpose(0, 1).to(pool.dtype)
+def write_kv(pages: Pages, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Store k and v [T, Hkv, D] at the slots int64 [T] of pages, in place.
+
+    Where a format takes whole pages, the slots of a page's tokens follow each other, from its first
+    one on: what else it held is forgotten.
+    """
+    kind, parts = pages.kind, zip(PARTS, pages[:2], (k, v), strict=True)
+    for part, pool, tensor in parts:
+        new = tensor.transpose(0, 1)  # [Hkv, T, D]
+        if kind.plain:
+            pool.view(pool.shape[0], -1, pool.shape[3])[:, slots] = new.to(pool.dtype)
+        elif kind.whole_pages:
+            _write_pages(pool, slots, new, pages, part)
+        else:
+            page, at = slots // pages.page_size, slots % pages.page_size
+            views = token_views(pool, kind, pages.page_size, pages.dim)
+            for view, encoded in zip(views, encode_tokens(new, kind), strict=True):
+                view[:, page, at] = encoded
+
+
+def _write_pages(pool: Tensor, slots: Tensor, new: Tensor, pages: Pages, part: Part) -> None:
+    """Pages of tiles [Hkv, pages, tile] as a whole, from new [Hkv, T, D]."""
+    size = pages.page_size
+    firsts = (slots % size == 0).nonzero()[:, 0]
+    ends = torch.cat((firsts[1:], firsts.new_tensor([len(slots)])))
+    rows = firsts[:, None] + torch.arange(size, device=slots.device)  # [pages, size]
+    filled = new[:, rows.clamp_max(len(slots) - 1)]
+    counts = (ends - firsts).expand(len(new), -1)
+    pool[:, slots[firsts] // size] = encode_pages(filled, counts, pages.kind, part)
 
 
 def move_kv(pools: Tensor, sources: Tensor, destinations: Tensor) -> None:
@@ -155,23 +200,40 @@ def move_kv(pools: Tensor, sources: Tensor, destinations: Tensor) -> None:
     slots.index_copy_(-2, destinations, slots.index_select(-2, sources))
 
 
+def move_tokens(
+    tiles: Tensor, kind: KVFormat, page_size: int, dim: int, sources: Tensor, destinations: Tensor
+) -> None:
+    """The same in tiles [..., pages, tile] of a format whose tokens are stored one by one."""
+    for view in token_views(tiles, kind, page_size, dim):
+        held = view.flatten(0, tiles.dim() - 3)
+        page, at = destinations // page_size, destinations % page_size
+        held[:, page, at] = held[:, sources // page_size, sources % page_size]
+
+
 def write_step(
-    plan: AttentionPlan, text: tuple[Tensor, Tensor], vision: tuple[Tensor, Tensor], *new: Tensor
+    plan: AttentionPlan, text: Pages, vision: Pages, k: Tensor, v: Tensor
 ) -> None:
     """Store a step's keys and values, each [T, Hkv, D], in the pools that the plan names."""
-    for pools, write in zip((text, vision), plan.writes, strict=True):
-        if write is None:
-            continue
-        rows, slots = write
-        for pool, tensor in zip(pools, new, strict=True):
-            write_kv(pool, slots, tensor if rows is None else tensor[rows])
+    for pages, write in zip((text, vision), plan.writes, strict=True):
+        if write is not None:
+            rows, slots = write
+            write_kv(pages, slots, *((k, v) if rows is None else (k[rows], v[rows])))
 
 
-def read_pages(pool: Tensor, pages: Tensor) -> Tensor:
-    """Gather pages [B, P] of pool [Hkv, pages, page_size, D] -> [B, Hkv, P * page_size, D]."""
-    heads, _, size, dim = pool.shape
-    rows = pool.view(heads, -1, size * dim).index_select(1, pages.flatten())
-    return rows.view(heads, pages.shape[0], pages.shape[1] * size, dim).transpose(0, 1)
+def read_pages(pages: Pages, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of the pages with these numbers [B, P]: each [B, Hkv, P * page_size, D]."""
+    k, v = (_read(pages, part, numbers) for part in PARTS)
+    return k, v
+
+
+def _read(pages: Pages, part: Part, numbers: Tensor) -> Tensor:
+    pool = pages.k if part == "k" else pages.v
+    heads, found = pool.shape[0], pool.flatten(2).index_select(1, numbers.flatten())
+    if not pages.kind.plain:
+        found = decode_pages(found, pages.kind, part, pages.page_size, pages.dim)
+    dim = pool.shape[3] if pages.kind.plain else pages.dim
+    rows = found.reshape(heads, numbers.shape[0], numbers.shape[1] * pages.size, dim)
+    return rows.transpose(0, 1)
 
 
 def attend(
@@ -214,8 +276,8 @@ def merge(outs: Tensor, lses: Tensor) -> Tensor:
 def group_attention(
     q: Tensor,
     group: QueryGroup,
-    text: tuple[Tensor, Tensor],
-    vision: tuple[Tensor, Tensor],
+    text: Pages,
+    vision: Pages,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -223,7 +285,7 @@ def group_attention(
     """Attention of one group. q [B, Q, H, D] rotated at absolute positions -> [B, Q, H, D]."""
     parts: list[tuple[Tensor, Tensor]] = []
     if group.pages.shape[1]:
-        k, v = (read_pages(pool, group.pages) for pool in text)
+        k, v = read_pages(text, group.pages)
         index = torch.arange(k.shape[2], device=q.device)
         mask = (index >= group.lo[..., None]) & (index < group.hi[..., None])
         if group.sink_tokens is not None:
@@ -235,7 +297,7 @@ def group_attention(
         out, lse = attend(q, k, v, mask, scale, softcap)
         parts.append((out[:, None], lse[:, None]))
     if len(group.image_row):
-        k, v = (read_pages(pool, group.image_pages) for pool in vision)
+        k, v = read_pages(vision, group.image_pages)
         index = torch.arange(k.shape[2], device=q.device)
         mask = (index >= group.image_lo[..., None]) & (index < group.image_hi[..., None])
         turned = rotate(q[group.image_row], group.cos[:, None, None], group.sin[:, None, None])
@@ -258,8 +320,8 @@ def group_attention(
 def paged_attention(
     q: Tensor,
     plan: AttentionPlan,
-    text: tuple[Tensor, Tensor],
-    vision: tuple[Tensor, Tensor],
+    text: Pages,
+    vision: Pages,
     scale: float,
     *,
     softcap: float | None = None,
@@ -267,8 +329,7 @@ def paged_attention(
 ) -> Tensor:
     """Attention of a whole step over one layer's pools.
 
-    q [T, H, D]; text and vision: (K, V), each [Hkv, pages, page_size, D]; -> [T, H, D]. `sinks`
-    [H]: scores that a model learned for a key without value, which every query reads. The step's
+    q [T, H, D] -> the same. `sinks` [H]: scores that a model learned for a key without value, which every query reads. The step's
     own keys and values must already be written (`write_step`).
     """
     outs = []

@@ -25,6 +25,7 @@ from mmserve.bench.dims import MISTRAL_7B, TextDims
 from mmserve.bench.suite import Case, Line
 from mmserve.kernels import attention, sampling, work
 from mmserve.kernels.gemv import gemv
+from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.reference import rope_table
 from mmserve.kernels.work_builder import WorkBuilder
@@ -142,7 +143,7 @@ class Step(NamedTuple):
 
     def read(self, own: Tensor, vision: Tensor) -> None:
         """Pools [2, Hkv, pages, page, D]: keys, then values."""
-        pools = (own[0], own[1]), (vision[0], vision[1])
+        pools = Pages(*own), Pages(*vision)
         scale = self.q.shape[2] ** -0.5
         attention.paged_attention(
             self.q, self.tables, *pools, self.rope, scale, self.scratch, self.out, self.launch

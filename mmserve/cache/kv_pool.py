@@ -1,12 +1,13 @@
 """The two KV pools: page bookkeeping joined to the K and V tensors it speaks of.
 
-Owns tensor layout, dtype and the page budgets. Knows nothing of scheduling or models. Layout of
+Owns tensor layout, format and the page budgets. Knows nothing of scheduling or models. Layout of
 each pool: [layers, 2 (K, V), kv_heads, pages, page_size, head_dim], so one head's page is one
-contiguous tile.
+contiguous tile; where the format is not plain, [layers, 2, kv_heads, pages, bytes of a tile].
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from mmserve.cache.page_pool import PagePool
 from mmserve.cache.vision_index import VisionIndex
+from mmserve.kernels.kv_formats import PLAIN, KVFormat, Pages
+from mmserve.kernels.reference import move_kv, move_tokens
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token's KV is made of."""
+    """What one token's KV is made of. `dtype`: as the model computes it."""
 
     num_layers: int
     num_kv_heads: int
@@ -28,12 +31,25 @@ class KVShape:
     page_size: int
     dtype: torch.dtype
     device: torch.device
+    kind: KVFormat = PLAIN
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """Of one head's page."""
+        if self.kind.plain:
+            return self.page_size, self.head_dim
+        return (self.kind.tile_bytes(self.page_size, self.head_dim),)
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Of a tile's elements."""
+        return self.dtype if self.kind.plain else torch.uint8
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, K and V."""
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        return per_token * self.page_size * self.dtype.itemsize
+        tiles = 2 * self.num_layers * self.num_kv_heads
+        return tiles * math.prod(self.tile) * self.stored.itemsize
 
     def pages_in(self, num_bytes: int) -> int:
         return max(num_bytes // self.page_bytes, 1)
@@ -44,16 +60,26 @@ class KVPool:
 
     def __init__(self, shape: KVShape, num_pages: int) -> None:
         self.shape = shape
-        size = (shape.num_layers, 2, shape.num_kv_heads, num_pages, shape.page_size, shape.head_dim)
-        self.tensor = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        size = (shape.num_layers, 2, shape.num_kv_heads, num_pages, *shape.tile)
+        self.tensor = torch.zeros(size, dtype=shape.stored, device=shape.device)
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """(K, V) of one layer, each [Hkv, pages, page_size, D]."""
-        return self.tensor[index, 0], self.tensor[index, 1]
+    def layer(self, index: int) -> Pages:
+        own = self.shape
+        return Pages(*self.tensor[index], own.kind, own.page_size, own.head_dim)
+
+    def move(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copies tokens from slots to slots int64 [N] in all layers; all is read first."""
+        own = self.shape
+        if own.kind.plain:
+            move_kv(self.tensor, sources, destinations)
+        else:
+            ends = sources, destinations
+            move_tokens(self.tensor, own.kind, own.page_size, own.head_dim, *ends)
 
     @cached_property
     def arrays(self) -> list[tuple[Any, Any]]:
         """By layer (K, V) as numpy views [Hkv, slots, D], for the compiled CPU kernels."""
+        assert self.shape.kind.plain
         return [(k.numpy(), v.numpy()) for k, v in self.tensor.flatten(3, 4).unbind(0)]
 
 

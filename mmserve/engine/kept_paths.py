@@ -13,7 +13,6 @@ import torch
 from mmserve.cache.kv_pool import KVPool
 from mmserve.engine.rows import slots_in
 from mmserve.engine.transfer import upload
-from mmserve.kernels.reference import move_kv
 
 
 class KeptPath(NamedTuple):
@@ -42,4 +41,4 @@ def keep(pools: Sequence[KVPool], kept: Sequence[KeptPath]) -> None:
         if held:
             slots = [slots_in(table, move[n], size) for n in (0, 1) for table, move in held]
             ends = upload(slots, torch.long, pool.shape.device).view(2, -1)
-            move_kv(pool.tensor, ends[0], ends[1])
+            pool.move(ends[0], ends[1])

@@ -239,8 +239,7 @@ class ModelRunner:
             group, number = self._places[layer]
             pages = torch.tensor(job.pages[group], device=self.device)
             slots = slots_in(pages, index, size)
-            for pool, tensor in zip(self.vision[group].layer(number), new, strict=True):
-                write_kv(pool, slots, tensor)
+            write_kv(self.vision[group].layer(number), slots, *new)
 
     def knows(self, digest: bytes) -> bool:
         """Whether an image need not be looked at (again). May be asked on any thread."""

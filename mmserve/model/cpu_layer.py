@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmserve.kernels import cpu, int8
+from mmserve.kernels import cpu, int8, reference
+from mmserve.kernels.kv_formats import Pages
 from mmserve.model.attention import Step
 
 
@@ -75,14 +76,32 @@ class CPULayer(nn.Module):
     def _attend(self, qkv: Any, step: Step) -> Any:
         """Rotate and store packed q, k, v [T, (H + 2 Hkv) D]; attend. -> [T, H D]."""
         (plan, text, vision), index = step.of(self.index)
-        pools = text.arrays[index], vision.arrays[index]
-        heads = qkv.shape[1] // self.head_dim - 2 * len(pools[0][0])
+        size, kv_heads = text.shape.page_size, text.shape.num_kv_heads
+        heads = qkv.shape[1] // self.head_dim - 2 * kv_heads
         q = np.empty((len(qkv), heads, self.head_dim), np.float32)
-        cos, sin, slots = plan.cos.numpy(), plan.sin.numpy(), plan.slots.numpy()
-        cpu.rotate_store(qkv, cos, sin, slots, q, *pools)
-        out, size = np.empty_like(q), text.shape.page_size
+        out, turns = np.empty_like(q), (plan.cos.numpy(), plan.sin.numpy())
+        plain = text.shape.kind.plain and vision.shape.kind.plain
+        if plain:
+            pools = text.arrays[index], vision.arrays[index]
+            cpu.rotate_store(qkv, *turns, plan.slots.numpy(), q, *pools)
+        else:
+            new = np.empty((2, kv_heads, len(qkv), self.head_dim), np.float32)
+            fresh: Any = (new[0], new[1])
+            cpu.rotate_store(qkv, *turns, np.arange(len(qkv)), q, fresh, fresh)
+            k, v = torch.from_numpy(new).transpose(1, 2)
+            reference.write_step(plan, text.layer(index), vision.layer(index), k, v)
         for group in plan.groups:
             span = slice(group.start, group.start + group.num_seqs * group.num_queries)
+            if not plain:
+                *numbers, group = group.alone
+                layers = text.layer(index), vision.layer(index)
+                pools = tuple(map(_decoded, layers, numbers))
             arrays: Any = (q[span], *pools, size, *group.arrays, self.scaling, out[span])
             cpu.row_attention(*arrays)
         return out.reshape(len(qkv), -1)
+
+
+def _decoded(pages: Pages, numbers: Tensor) -> tuple[Any, Any]:
+    """K and V of the pages with these numbers [P], as `cpu.row_attention` reads pools."""
+    k, v = reference.read_pages(pages, numbers[None])
+    return k[0].contiguous().numpy(), v[0].contiguous().numpy()

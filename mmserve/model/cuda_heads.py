@@ -45,7 +45,7 @@ class CUDAHeads:
             cos, sin = (part[0] for part in position_embeddings)
             turns, rotary = fused.Turns(cos, sin), cos.shape[1]
         text, vision = step.pools(self.index)
-        num_heads = qkv.shape[1] // self.head_dim - 2 * text[0].shape[0]
+        num_heads = qkv.shape[1] // self.head_dim - 2 * text.k.shape[0]
         q = qkv.new_empty(len(qkv), num_heads, self.head_dim)
         if step.lone:
             read = q if out is None else out.view(q.shape)

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmserve.cache.kv_pool import KVPool
 from mmserve.kernels import attention, fused
+from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.row_attention import attend_row
 from mmserve.model.attention import Place
@@ -68,8 +69,8 @@ class CUDAStep:
     dense: tuple[tuple[DenseChunk, ...], ...] = ()
     lone: bool = False
 
-    def pools(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(K, V) of text and of images, each [Hkv, pages, page_size, D]."""
+    def pools(self, layer: int) -> tuple[Pages, Pages]:
+        """Of text and of images."""
         group, number = self.places[layer]
         return self.text[group].layer(number), self.vision[group].layer(number)
 
@@ -110,7 +111,7 @@ class CUDAStep:
         for chunk in self.dense[group] if self.dense else ():
             assert softcap is None and sinks is None
             rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
-            keys, values = (_gather(chunk, *both) for both in zip(*pools, strict=True))
+            keys, values = (_gather(chunk, *both) for both in zip(pools[0][:2], pools[1][:2], strict=True))
             out[rows] = _read_densely(chunk, q[rows], keys, values, scale)
         return out
 
