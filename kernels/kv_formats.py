@@ -16,9 +16,10 @@ A layer's `Pages` are all of a pool's, in one format.
 
 Scales are bfloat16, whose range is float32's; bytes' are rounded up, so that nothing is clipped.
 Groups' levels span the share of their range that fits them best: in two bits a few far values would
-else take the levels from all others. What is stored is quantised by the rounded scales. Packed dimensions of one byte are a part of the head apart:
-with int4 d and d + D / 2, with int2 d + i D / 4, so unpacking gives whole parts, which attention
-multiplies one by one.
+else take the levels from all others. What is stored is quantised by the rounded scales.
+
+Packed dimensions of one byte are a part of the head apart: with int4 d and d + D / 2, with int2 d +
+i D / 4, so unpacking gives whole parts, which attention multiplies one by one.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def token_views(tiles: Tensor, kind: KVFormat, page_size: int, dim: int) -> tupl
     """Of tiles uint8 [..., pages, tile]: elements [..., pages, page_size, D], and scales bfloat16
     [..., pages, page_size], in place."""
     size = kind.data_bytes(page_size, dim)
-    elements = tiles[..., :size].unflatten(-1, (page_size, dim))
+    elements = tiles[..., :size].view(*tiles.shape[:-1], page_size, dim)
     return elements, tiles[..., size : size + 2 * page_size].view(torch.bfloat16)
 
 
@@ -176,7 +177,7 @@ def _quantize(
     x: Tensor, known: Tensor, kind: KVFormat
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Groups x [..., G, N], of which `known` count -> levels uint8 [..., G, N], scales as bytes
-    [..., 4 G] (G scales, then G least values), of outliers values [..., 2 G] and places [..., G]."""
+    [..., 4 G] (G scales, then G least values), of outliers values [..., 2 G], places [..., G]."""
     kept = known
     outliers: tuple[Tensor, ...] = ()
     if kind.outliers:
@@ -239,7 +240,7 @@ def decode_pages(tiles: Tensor, kind: KVFormat, part: Part, page_size: int, dim:
         elements, scales = token_views(tiles, kind, page_size, dim)
         return elements.contiguous().view(kind.dtype).float() * scales.float()[..., None]
     size = kind.data_bytes(page_size, dim)
-    packed = tiles[..., :size].unflatten(-1, (page_size, -1))
+    packed = tiles[..., :size].view(*tiles.shape[:-1], page_size, -1)
     mask = 2**kind.bits - 1
     pieces = [packed >> (i * kind.bits) & mask for i in range(kind.parts)]
     levels = torch.cat(pieces, -1).float()
@@ -248,7 +249,7 @@ def decode_pages(tiles: Tensor, kind: KVFormat, part: Part, page_size: int, dim:
         tiles[..., at : at + 2 * groups].view(torch.bfloat16).float()
         for at in (size, size + 2 * groups)
     )
-    levels = levels.transpose(-1, -2) if part == "k" else levels.unflatten(-1, (-1, 1))
+    levels = levels.transpose(-1, -2) if part == "k" else levels
     found = levels.reshape(*scale.shape, -1) * scale[..., None] + low[..., None]
     if kind.outliers:
         at = size + 4 * groups

@@ -95,8 +95,8 @@ class QueryGroup:
     def alone(self) -> tuple[Tensor, Tensor, QueryGroup]:
         """The numbers of the text pages and the image pages that are read, and the group as it
         would be if these were all pages that there are."""
-        pages, own = self.pages.unique(return_inverse=True)
-        images, seen = self.image_pages.unique(return_inverse=True)
+        pages, own = torch.unique(self.pages, return_inverse=True)
+        images, seen = torch.unique(self.image_pages, return_inverse=True)
         return pages, images, replace(self, pages=own, image_pages=seen)
 
     @cached_property
@@ -210,9 +210,7 @@ def move_tokens(
         held[:, page, at] = held[:, sources // page_size, sources % page_size]
 
 
-def write_step(
-    plan: AttentionPlan, text: Pages, vision: Pages, k: Tensor, v: Tensor
-) -> None:
+def write_step(plan: AttentionPlan, text: Pages, vision: Pages, k: Tensor, v: Tensor) -> None:
     """Store a step's keys and values, each [T, Hkv, D], in the pools that the plan names."""
     for pages, write in zip((text, vision), plan.writes, strict=True):
         if write is not None:
@@ -329,8 +327,8 @@ def paged_attention(
 ) -> Tensor:
     """Attention of a whole step over one layer's pools.
 
-    q [T, H, D] -> the same. `sinks` [H]: scores that a model learned for a key without value, which every query reads. The step's
-    own keys and values must already be written (`write_step`).
+    q [T, H, D] -> the same. `sinks` [H]: scores that a model learned for a key without value, which
+    every query reads. The step's own keys and values must already be written (`write_step`).
     """
     outs = []
     for group in plan.groups:

@@ -65,7 +65,8 @@ class KVPool:
 
     def layer(self, index: int) -> Pages:
         own = self.shape
-        return Pages(*self.tensor[index], own.kind, own.page_size, own.head_dim)
+        keys, values = self.tensor[index]
+        return Pages(keys, values, own.kind, own.page_size, own.head_dim)
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copies tokens from slots to slots int64 [N] in all layers; all is read first."""

@@ -94,8 +94,10 @@ class CPULayer(nn.Module):
             span = slice(group.start, group.start + group.num_seqs * group.num_queries)
             if not plain:
                 *numbers, group = group.alone
-                layers = text.layer(index), vision.layer(index)
-                pools = tuple(map(_decoded, layers, numbers))
+                pools = (
+                    _decoded(text.layer(index), numbers[0]),
+                    _decoded(vision.layer(index), numbers[1]),
+                )
             arrays: Any = (q[span], *pools, size, *group.arrays, self.scaling, out[span])
             cpu.row_attention(*arrays)
         return out.reshape(len(qkv), -1)

@@ -111,7 +111,9 @@ class CUDAStep:
         for chunk in self.dense[group] if self.dense else ():
             assert softcap is None and sinks is None
             rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
-            keys, values = (_gather(chunk, *both) for both in zip(pools[0][:2], pools[1][:2], strict=True))
+            text, vision = pools
+            keys = _gather(chunk, text.k, vision.k)
+            values = _gather(chunk, text.v, vision.v)
             out[rows] = _read_densely(chunk, q[rows], keys, values, scale)
         return out
 

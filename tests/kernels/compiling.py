@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from mmserve.kernels import attention, chain, fused, gemv, graft, row_attention, sampling, spans
+from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -84,8 +85,8 @@ def elementwise() -> None:
         q = torch.zeros(tokens, 1, dim, dtype=dtype)
         qkv = q.expand(-1, 3, -1).flatten(1)
         for rotary in {dim, max(dim * 3 // 4, 2)}:
-            fused.rotate_store(qkv, turns, slots, q, kv, kv, norm, rotary)
-        fused.store(q, q, slots, kv, kv)
+            fused.rotate_store(qkv, turns, slots, q, Pages(*kv), Pages(*kv), norm, rotary)
+        fused.store(q, q, slots, Pages(*kv), Pages(*kv))
 
 
 def choices() -> None:
@@ -102,7 +103,9 @@ def attend(q: Tensor, kv_heads: int, pages: int, launch: Launch, **options: Any)
     kv = pool(kv_heads, pages, dim, q.dtype)
     scratch = attention.Scratch(1, heads, dim, q.device)
     work, rope = torch.zeros(64, dtype=torch.int32), torch.zeros(1, 2, dim // 2)
-    attention.paged_attention(q, work, kv, kv, rope, 1.0, scratch, q, launch, **options)
+    attention.paged_attention(
+        q, work, Pages(*kv), Pages(*kv), rope, 1.0, scratch, q, launch, **options
+    )
 
 
 def attentions() -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mmserve.kernels import kv_formats
 from mmserve.kernels.reference import AttentionPlan, QueryGroup, rotate
 
 THETA = 10_000.0
@@ -123,8 +124,8 @@ class Scene:
     shape: Shape
     groups: list[tuple[int, list[Row]]]
     seed: int = 0
-    text: tuple[Tensor, Tensor] = field(init=False)
-    vision: tuple[Tensor, Tensor] = field(init=False)
+    text: kv_formats.Pages = field(init=False)
+    vision: kv_formats.Pages = field(init=False)
     q: Tensor = field(init=False)  # [T, H, D] rotated at absolute positions
     plan: AttentionPlan = field(init=False)
     expected: Tensor = field(init=False)  # [T, H, D] float64
@@ -153,10 +154,10 @@ class Scene:
         none = torch.zeros(0)
         self.plan = AttentionPlan(none.long(), none, none, tuple(groups))
 
-    def _pool(self, pages: int) -> tuple[Tensor, Tensor]:
+    def _pool(self, pages: int) -> kv_formats.Pages:
         shape = self.shape
         size = (shape.kv_heads, pages, shape.page, shape.dim)
-        return self._randn(*size) * 100, self._randn(*size) * 100
+        return kv_formats.Pages(self._randn(*size) * 100, self._randn(*size) * 100)
 
     def _pages(self, count: int) -> Pages:
         return Pages(torch.randperm(count, generator=self._random).tolist())
@@ -247,13 +248,13 @@ class Scene:
             answers.append(self._answer(q[i - first], places[i], read)[None])
 
     def _keys(
-        self, count: int, stored_at: Iterable[int], pools: tuple[Tensor, Tensor], pages: Pages
+        self, count: int, stored_at: Iterable[int], pools: kv_formats.Pages, pages: Pages
     ) -> tuple[list[Key], list[int]]:
         """Write `count` new keys, rotated at `stored_at`; they and their pages."""
         k, v = (self._randn(count, self.shape.kv_heads, self.shape.dim) for _ in "kv")
         taken, size = pages.take(count, self.shape.page), self.shape.page
         for t, new in enumerate(zip(self._turn(k, list(stored_at)), v, strict=True)):
-            for pool, tensor in zip(pools, new, strict=True):
+            for pool, tensor in zip(pools[:2], new, strict=True):
                 pool[:, taken[t // size], t % size] = tensor
         return list(zip(stored_at, k, v, strict=True)), taken
 

@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 
 import tests.kernels.interpreter  # noqa: F401
 from mmserve.kernels import attention, work
+from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.work_builder import WorkBuilder
 from tests.kernels.scene import Row, Scene, Shape, angles, drafted, scenes
@@ -97,12 +98,15 @@ def attend(
     scratch.parts.fill_(torch.nan)
     scratch.lses.fill_(torch.nan)
     out = torch.full_like(q, torch.nan)
-    text, vision = ([p.to(DEVICE, dtype) for p in pool] for pool in (scene.text, scene.vision))
+    text, vision = (
+        Pages(pool.k.to(DEVICE, dtype), pool.v.to(DEVICE, dtype))
+        for pool in (scene.text, scene.vision)
+    )
     attention.paged_attention(
         q,
         torch.from_numpy(work.join([tables])).to(DEVICE),
-        (text[0], text[1]),
-        (vision[0], vision[1]),
+        text,
+        vision,
         table(scene),
         scene.scale,
         scratch,
@@ -411,12 +415,14 @@ def test_sets_of_tables_stand_side_by_side() -> None:
     for number, scene in enumerate(scenes_of):
         scratch = attention.Scratch(launch.merge * 8, 6, 16, torch.device(DEVICE))
         out = torch.full_like(scene.q, torch.nan).to(DEVICE)
-        text, vision = ([p.to(DEVICE) for p in pool] for pool in (scene.text, scene.vision))
+        text, vision = (
+            Pages(pool.k.to(DEVICE), pool.v.to(DEVICE)) for pool in (scene.text, scene.vision)
+        )
         attention.paged_attention(
             scene.q.to(DEVICE),
             torch.from_numpy(array).to(DEVICE),
-            (text[0], text[1]),
-            (vision[0], vision[1]),
+            text,
+            vision,
             table(scene),
             scene.scale,
             scratch,

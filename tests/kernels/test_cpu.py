@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmserve.kernels import cpu, int8, reference
+from mmserve.kernels.kv_formats import Pages
 from tests.kernels.scene import Row, Scene, Shape, drafted, pad, scenes
 
 EPS, LIMIT = 1e-5, 32767.0
@@ -92,15 +93,15 @@ def test_rotate_store_rotates_queries_and_keys_and_stores_keys_and_values(
     wanted_q, k_new = turned[:, :heads], turned[:, heads : heads + kv_heads]
     v_new = qkv[:, heads + kv_heads :]
     plan = reference.AttentionPlan(slots, cos, sin, ())
-    paged = (pools.view(2, kv_heads, 4, 8, dim).unbind() for pools in wanted)
-    reference.write_step(plan, *paged, k_new, v_new)
+    own, seen = (Pages(*pools.view(2, kv_heads, 4, 8, dim)) for pools in wanted)
+    reference.write_step(plan, own, seen, k_new, v_new)
     torch.testing.assert_close(q, wanted_q, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close((text, vision), wanted, rtol=1e-5, atol=1e-5)
 
 
 def row_by_row(scene: Scene) -> Tensor:
     """All groups of a scene by the compiled kernel -> [T, H, D]."""
-    pools = [tuple(p.flatten(1, 2).numpy() for p in x) for x in (scene.text, scene.vision)]
+    pools = [tuple(p.flatten(1, 2).numpy() for p in x[:2]) for x in (scene.text, scene.vision)]
     out = torch.full_like(scene.q, 99)
     for group in scene.plan.groups:
         span = slice(group.start, group.start + group.num_seqs * group.num_queries)
@@ -168,7 +169,7 @@ def test_a_path_through_a_tree_has_the_bits_of_the_same_tokens_in_a_row(
     (group,) = scene.plan.groups
     pages, where = group.pages[0], torch.arange(len(path)) + known
     sources, slots = ((pages[t // 4] * 4 + t % 4) for t in (torch.tensor(path) + known, where))
-    for pool in scene.text:
+    for pool in scene.text[:2]:
         flat = pool.flatten(1, 2)
         flat[:, slots] = flat[:, sources].clone()
     scene.q[1 : len(path) + 1] = scene.q[[number + 1 for number in path]]

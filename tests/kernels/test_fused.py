@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 
 import tests.kernels.interpreter  # noqa: F401
 from mmserve.kernels import fused, plain
+from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.reference import NOWHERE, rope_table, vision_slot
 
 CUDA = torch.cuda.is_available()
@@ -150,7 +151,7 @@ class Turn:
     def run(self, module: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q, text pool, vision pool."""
         q, text, vision = self.q.clone(), self.text.clone(), self.vision.clone()
-        pools = (text[1, 0], text[1, 1]), (vision[1, 0], vision[1, 1])
+        pools = Pages(*text[1]), Pages(*vision[1])
         turns = self.turns or fused.Turns.by_table(self.table, self.positions)
         module.rotate_store(self.qkv, turns, self.slots, q, *pools, self.norm, self.rotary)
         return q, text, vision
@@ -229,7 +230,7 @@ def test_storing_alone_equals_its_plain_statement(
     written = []
     for module in (fused, plain):
         text, vision = turn.text.clone(), turn.vision.clone()
-        module.store(k, v, turn.slots, (text[1, 0], text[1, 1]), (vision[1, 0], vision[1, 1]))
+        module.store(k, v, turn.slots, Pages(*text[1]), Pages(*vision[1]))
         written.append((text, vision))
     assert all(torch.equal(a, b) for a, b in zip(*written, strict=True))
 

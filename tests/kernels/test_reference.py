@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.reference import (
     attend,
     group_attention,
@@ -213,13 +214,16 @@ def test_what_is_written_at_slots_is_read_back_in_order(
 ) -> None:
     random = torch.Generator().manual_seed(seed)
     num_pages = -(-count // page) + 3
-    pool = torch.full((heads, num_pages, page, 2), 7.0)
+    pool, values = torch.full((2, heads, num_pages, page, 2), 7.0)
     pages = torch.randperm(num_pages, generator=random)[: -(-count // page)]
     order = torch.arange(count)
     new = torch.randn(count, heads, 2, generator=random)
-    write_kv(pool, pages[order // page] * page + order % page, new)
-    read = read_pages(pool, pages[None])[0]
+    slots = pages[order // page] * page + order % page
+    write_kv(Pages(pool, values), slots, new, -new)
+    keys, stored = read_pages(Pages(pool, values), pages[None])
+    read = keys[0]
     assert torch.equal(read[:, :count], new.transpose(0, 1))
+    assert torch.equal(stored[0, :, :count], -new.transpose(0, 1))
     assert bool((read[:, count:] == 7).all()), "a slot beside the new ones changed"
     assert int((pool != 7).any(-1).sum()) == heads * count
 

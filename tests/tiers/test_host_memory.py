@@ -51,7 +51,7 @@ def test_what_is_not_pinned_takes_its_bytes() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_what_was_pinned_ahead_is_what_is_then_taken() -> None:
-    torch.cuda.init()  # before it there are no figures
+    torch.cuda.current_device()  # before a first use there are no figures
     size = 3 << 20
     Reserve(4 * size, size)._thread.join()
     before = torch.cuda.host_memory_stats()["num_host_alloc"]
