@@ -23,6 +23,7 @@ from mmserve.kernels.attention import LOG2_E, Scratch
 from mmserve.kernels.attention_kernels import OWN, joined, run_keys, store_item, turn_back
 from mmserve.kernels.chain import chained
 from mmserve.kernels.fused import HeadNorm, Turns
+from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.launch import PARTS_AT_ONCE, Launch
 from mmserve.kernels.work import HEADER, SMALL, SMALL_ROWS
 
@@ -220,8 +221,8 @@ def attend_row(
     turns: Turns,
     slots: Tensor,
     work: Tensor,
-    text: tuple[Tensor, Tensor],
-    vision: tuple[Tensor, Tensor],
+    text: Pages,
+    vision: Pages,
     rope: Tensor,
     scale: float,
     scratch: Scratch,
@@ -241,7 +242,7 @@ def attend_row(
     and the last key that the row reads of the pool that it is stored in is its own.
     """
     _, heads, dim = out.shape
-    kv_heads, page = text[0].shape[0], text[0].shape[2]
+    kv_heads, page = text.k.shape[0], text.size
     assert launch.large == 0 and qkv.shape == (1, (heads + 2 * kv_heads) * dim)
     assert qkv.stride(1) == 1 and out.is_contiguous()
     turned = dim if rotary is None else rotary
@@ -254,8 +255,9 @@ def attend_row(
     shape |= {"CAP": (softcap or 0.0) * LOG2_E, "HAS_SINKS": sinks is not None}
     _attend_row[(launch.small if launch.few else -(-launch.small // 4),)](
         work, work[HEADER * group :], qkv, cos, sin, slots if places is None else places, slots,
-        q_weight, k_weight, eps, out, scratch.parts, scratch.lses, scratch.arrived, *text, *vision,
-        cos.stride(0), text[0].stride(0), vision[0].stride(0), rope, scale,
+        q_weight, k_weight, eps, out, scratch.parts, scratch.lses, scratch.arrived,
+        *text[:2], *vision[:2],
+        cos.stride(0), text.k.stride(0), vision.k.stride(0), rope, scale,
         qkv if sinks is None else sinks, BLOCK_M=SMALL_ROWS, BLOCK_P=launch.merge or PARTS_AT_ONCE,
         SMALL=SMALL, PLACED=places is not None, NORM=norm is not None, **shape,
         **_tuning(dim, qkv.element_size()), **chained(qkv.device),

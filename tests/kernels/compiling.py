@@ -129,7 +129,7 @@ def rows() -> None:
     for dtype, heads, kv_heads, dim, rotary in shapes:
         qkv = torch.zeros(1, (heads + 2 * kv_heads) * dim, dtype=dtype)
         slots, work = torch.zeros(1, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
-        table, kv = torch.zeros(1, 2, dim // 2), pool(kv_heads, 4, dim, dtype)
+        table, kv = torch.zeros(1, 2, dim // 2), Pages(*pool(kv_heads, 4, dim, dtype))
         scratch, out = attention.Scratch(1, heads, dim, qkv.device), qkv.new_zeros(1, heads, dim)
         rest = (work, kv, kv, table, 1.0, scratch, out, Launch(132, 0, 16, 32))
         norm = fused.HeadNorm(torch.zeros(dim), torch.zeros(dim), 1e-6)

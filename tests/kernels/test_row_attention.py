@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 import tests.kernels.interpreter  # noqa: F401
 from mmserve.kernels import attention, fused, work
+from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.reference import NOWHERE, rope_table, vision_slot
 from mmserve.kernels.row_attention import attend_row
@@ -74,9 +75,10 @@ def both_ways(scene: Scene, asked: Asked) -> list[tuple[Tensor, ...]]:
     answers = []
     for alone in (True, False):
         text, vision = (
-            [p.to(DEVICE, dtype, copy=True) for p in pool] for pool in (scene.text, scene.vision)
+            [p.to(DEVICE, dtype, copy=True) for p in pool[:2]]
+            for pool in (scene.text, scene.vision)
         )
-        pools = ((text[0], text[1]), (vision[0], vision[1]))
+        pools = Pages(text[0], text[1]), Pages(vision[0], vision[1])
         scratch = attention.Scratch(tables.num_slots + 1, shape.heads, shape.dim, text[0].device)
         scratch.parts.fill_(torch.nan)
         x, out = qkv.to(DEVICE, dtype), torch.full_like(scene.q, torch.nan).to(DEVICE, dtype)
@@ -140,7 +142,7 @@ def test_heads_of_public_widths(
     dim: int, rotary: int | None, group: int, dtype: torch.dtype
 ) -> None:
     scene = Scene(Shape(kv_heads=2, group=group, dim=dim), [(1, [Row(150)])])
-    scene.text = (scene.text[0] / 100, scene.text[1] / 100)
+    scene.text = Pages(scene.text.k / 100, scene.text.v / 100)
     assert_same(scene, Asked(norm=dim == 256, rotary=rotary, dtype=dtype))
 
 
