@@ -124,7 +124,8 @@ class ImagePart:
 class Reader(NamedTuple):
     """Some queries of one sequence, rows first_row.. of the flat batch.
 
-    `reads`: text lo, hi and visual lo, hi of each query, ints for one, else integer arrays [Q].
+    `reads`: text lo, hi and visual lo, hi of each query, ints where all read alike, else integer
+    arrays [Q].
     Text stands in `pages` int32 [P], the first of them its page number `first_page`; `images` in
     order, at least those that are read. `sink_tokens`: how many of the first text tokens are read,
     too, where they are before lo. `tree` int64 [Q] (None: 0): of several queries, each reads text
@@ -143,12 +144,13 @@ class Reader(NamedTuple):
     @property
     def matrix(self) -> Ints:
         """`reads` as [4, Q]."""
-        return np.array(self.reads, np.int64).reshape(4, self.num_queries)
+        reads = np.array(self.reads, np.int64).reshape(4, -1)
+        return np.broadcast_to(reads, (4, self.num_queries))
 
     @property
     def ends(self) -> Ints:
         """[Q]: behind the last text token that each query may read."""
-        ends: Ints = self.matrix[1]
+        ends: Ints = self.matrix[1].copy()
         if self.tree is not None:
             bits = self.tree[:, None] >> np.arange(64) & 1
             ends += (bits * np.arange(1, 65)).max(1)

@@ -1,7 +1,8 @@
 """From who reads what to a step's work items, which mmserve.kernels.work packs.
 
 Owns how attention of single queries is cut: small items, and one reading for images that several
-sequences show. Chunks are mmserve.kernels.work_chunks's. Knows nothing of the array's layout.
+sequences show. Chunks are mmserve.kernels.work_chunks's, and work_drafts's. Knows nothing of the
+array's layout.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from mmserve.kernels.work_crowds import (
     cut_to_fill,
     seen_of,
 )
+from mmserve.kernels.work_drafts import add_drafts
 
 
 class _Singles(NamedTuple):
@@ -109,8 +111,8 @@ class WorkBuilder:
             _add_text(own, single, images.parts[0][1], self.splits, self.abreast)
             parts += [images, own]
         tables = Items(self.group, rows)
-        if chunks:
-            add_chunks(tables, chunks, self.splits)
+        if chunks and (left := add_drafts(tables, chunks, self.splits)):
+            add_chunks(tables, left, self.splits)
         return pack([tables, *parts], num_rows, at)
 
     def _images(self, single: _Singles, share: bool, tile_rows: int) -> Items:

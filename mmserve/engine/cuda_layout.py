@@ -217,9 +217,12 @@ class CUDALayout:
         seq, start, draft, size = chunk.seq, chunk.start, chunk.draft, self.page_size
         assert draft is not None
         count, known = 1 + len(draft), start + 1
-        none, visual = np.zeros(count, np.int64), np.full(count, seq.num_image_tokens)
-        visual[0] = seq.visual_before(start)
-        hi, position = known + none, seq.position(known) - 1
+        position, visual = seq.position(known) - 1, seq.num_image_tokens
+        reads: Any = (0, known, 0, visual)  # of all rows, but for whom of themselves they see
+        if draft.is_chain or seq.visual_before(start) != visual:
+            none, seen = np.zeros(count, np.int64), np.full(count, visual)
+            seen[0] = seq.visual_before(start)
+            reads = (none, known + none, none, seen)
         masks: Any = None
         depths: Iterable[int]
         ids: Iterable[int]
@@ -230,11 +233,10 @@ class CUDALayout:
             ids = range(GROWN - draft.place, GROWN - draft.place - len(draft), -1)
         else:
             if draft.is_chain:
-                hi += np.arange(count)
+                reads[1][:] += np.arange(count)
             else:
                 masks = np.array([0, *draft.masks], np.int64)
             depths, ids = draft.depths, draft.tokens
-        reads = (none, hi, none, visual)
         positions = [seq.position(start), *(position + depth for depth in depths)]
         rows = np.empty((self.num_lines, count), np.int32)
         rows[0] = [seq.token_ids[start], *ids]

@@ -24,7 +24,6 @@ from mmserve.engine.grammar import Matcher
 from mmserve.engine.live import Live, Row
 from mmserve.engine.sampler import SampledToken, SamplingState
 from mmserve.engine.taps import Heard
-from mmserve.engine.transfer import upload
 from mmserve.metrics import Metrics
 from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.draft_room import draft_room
@@ -154,7 +153,6 @@ class Drafting:
         live: Live,
         chunk: Chunk,
         heard: Heard,
-        draft: Draft | None = None,
         chosen: Sequence[SampledToken] = (),
         path: tuple[int, ...] = (),
     ) -> None:
@@ -162,8 +160,8 @@ class Drafting:
         if chunk.decodes and not self.hears:
             return
         tokens = tuple(token.token_id for token in chosen)
-        first, features = _features(chunk, heard, path)
-        landed = Landed(draft, tokens, path, first, features)
+        draft = None if chunk.draft is None else chunk.draft.read()
+        landed = Landed(draft, tokens, path, *_features(chunk, heard, path))
         if not self._failed:
             with self._careful():
                 self.drafter.landed(self._course(live).context, landed)
@@ -210,19 +208,20 @@ class Drafting:
         return course
 
 
-def _features(chunk: Chunk, heard: Heard, path: tuple[int, ...]) -> tuple[int, Tensor | None]:
-    """Of the tokens that are now known and computed, and where they begin."""
+def _features(
+    chunk: Chunk, heard: Heard, path: tuple[int, ...]
+) -> tuple[int, Tensor | None, Sequence[int] | None]:
+    """Where the tokens begin that are now known and computed, and of which rows they are: nothing
+    is copied, for most steps are of no use to anybody."""
     parts = heard.get(chunk.seq)
     if not parts:
-        return 0, None
-    first = parts[0].first
-    features = parts[0].rows if len(parts) == 1 else torch.cat([part.rows for part in parts])
-    if chunk.draft is None:
-        return first, features
-    if path == tuple(range(len(path))):
-        return first, features[: 1 + len(path)]
-    rows = [0, *(1 + number for number in path)]
-    return first, features.index_select(0, upload(rows, torch.long, features.device))
+        return 0, None, None
+    first, features, start, end = parts[0]
+    if chunk.draft is not None:
+        return first, features, [start + row for row in (0, *(1 + number for number in path))]
+    if len(parts) == 1:
+        return first, features, range(start, end)
+    return first, torch.cat([part.rows for part in parts]), None
 
 
 def _possible(draft: Draft, live: Live) -> tuple[Draft | None, tuple[Matcher | None, ...]]:

@@ -293,8 +293,9 @@ class Engine:
         now = time.monotonic()
         if self.energy.enabled:  # before anybody ends: a request's last step is its own
             self.energy.share(step_work(flight.batch))
+        paths = self._check(flight, tokens) if flight.batch.has_drafts else {}
         for live, chunk, chosen in flight.parts(tokens):
-            self._take(live, chunk, chosen, flight.heard, now)
+            self._take(live, chunk, chosen, paths.get(chunk.seq.id, ()), flight.heard, now)
         seconds = self._figures.count(flight.batch, flight.started)
         if self.drafting is not None:
             self._tell(self.drafting, flight, seconds)
@@ -307,17 +308,30 @@ class Engine:
                 drafting.landed(live, chunk, flight.heard)
         drafting.stepped(flight.batch, seconds)
 
+    def _check(self, flight: Flight, tokens: list[SampledToken]) -> dict[str, tuple[int, ...]]:
+        """What was right of each draft, by sequence; it becomes text, of all of them in one go."""
+        paths: dict[str, tuple[int, ...]] = {}
+        kept: list[KeptPath] = []
+        for live, chunk, chosen in flight.parts(tokens):
+            if self.drafting is not None and chunk.draft is not None and isinstance(live, Live):
+                path = self.drafting.verify(live, chunk.draft.read(), chosen)
+                kept.append(KeptPath(live.seq.tables, chunk.start + chunk.count, path))
+                paths[chunk.seq.id] = path
+        keep(self.runner.text, kept)
+        return paths
+
     def _take(
-        self, live: Row, chunk: Chunk, chosen: list[SampledToken], heard: Heard, now: float
+        self,
+        live: Row,
+        chunk: Chunk,
+        chosen: list[SampledToken],
+        path: tuple[int, ...],
+        heard: Heard,
+        now: float,
     ) -> None:
         """Hand out what a step has chosen for a row: one token, and as many more as its draft had
         right."""
-        drafting, seq = self.drafting, live.seq
-        draft = None if chunk.draft is None else chunk.draft.read()
-        path: tuple[int, ...] = ()
-        if drafting is not None and draft is not None and isinstance(live, Live):
-            path = drafting.verify(live, draft, chosen)
-            keep(self.runner.text, [KeptPath(seq.tables, chunk.start + chunk.count, path)])
+        drafting, seq, draft = self.drafting, live.seq, chunk.draft
         ended = False
         for count, number in enumerate((-1, *path), 1):
             self._figures.observe_token(live, now)
@@ -330,7 +344,7 @@ class Engine:
         if draft is not None:
             live.sampling.spend(count)
         if drafting is not None and isinstance(live, Live):
-            drafting.landed(live, chunk, heard, draft, chosen, path)
+            drafting.landed(live, chunk, heard, chosen, path)
         if ended:
             self._retire(self._live[live.request.id])
         elif isinstance(live, Live) and seq.outgrown:

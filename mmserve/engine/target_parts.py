@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mmserve.engine.graphs import Graphs
 from mmserve.engine.model_runner import ModelRunner
+from mmserve.kernels.chain import has_kernels
 from mmserve.model.fuse import DenseLinear, Int8Linear
-from mmserve.spec.target_parts import Linear, NoCaptures, TargetParts
+from mmserve.spec.target_parts import Likeliest, Linear, NoCaptures, TargetParts, likeliest
 
 
 def target_parts(runner: ModelRunner) -> TargetParts:
@@ -36,9 +37,22 @@ def target_parts(runner: ModelRunner) -> TargetParts:
         device=runner.device,
         dtype=adapter.dtype,
         linear=linear,
+        likeliest=_likeliest(runner),
         grown=runner.grown,
         captures=Graphs(runner.device, "drafts", must=False) if on_gpu else NoCaptures(),
     )
+
+
+def _likeliest(runner: ModelRunner) -> Likeliest:
+    if not has_kernels(runner.device):
+        return likeliest
+    from mmserve.kernels import likeliest as quick  # imports Triton
+
+    def found(scores: Tensor, count: int, *, normed: bool) -> tuple[Tensor, Tensor]:
+        fits = scores.shape[1] <= quick.MAX_WIDTH
+        return (quick.likeliest if fits else likeliest)(scores, count, normed=normed)
+
+    return found
 
 
 @torch.inference_mode()

@@ -102,7 +102,16 @@ class Unread:
     def __len__(self) -> int:
         return self.count
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether it is known to be one."""
+        return False
+
     def read(self) -> Draft:
+        return self._draft
+
+    @cached_property
+    def _draft(self) -> Draft:
         draft = self.reading()
         return replace(draft, author=self.author) if self.author else draft
 

@@ -49,9 +49,9 @@ class Landed(NamedTuple):
     the numbers of the draft's tokens that were right, in order. A step that ends inside of the
     prompt chooses nothing.
 
-    `features` [n, F] floats, on the target's device (None: `Drafter.taps` is empty): of the text
-    tokens from index `first` on, which are now known and computed: outputs of the tapped layers,
-    one beside another.
+    `features` [n, F] floats, on the target's device (None: `Drafter.taps` is empty): outputs of the
+    tapped layers, one beside another. Its rows `rows`, in order (None: all), are of the text tokens
+    from index `first` on, which are now known and computed.
     """
 
     draft: Draft | None
@@ -59,6 +59,14 @@ class Landed(NamedTuple):
     path: tuple[int, ...]
     first: int = 0
     features: Tensor | None = None
+    rows: Sequence[int] | None = None
+
+    @property
+    def known(self) -> Sequence[int]:
+        """The rows of `features` that are of known tokens."""
+        if self.features is None:
+            return ()
+        return range(len(self.features)) if self.rows is None else self.rows
 
 
 class Drafter(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from mmserve.spec.draft import MOST_TOKENS, AnyDraft, Draft, Unread
 from mmserve.spec.drafter import Context, Landed, Wanted
 from mmserve.spec.eagle import EagleHead, turns
 from mmserve.spec.eagle_tree import Growth, Size, planted
-from mmserve.spec.head_kv import HeadKV
+from mmserve.spec.head_kv import NOBODY, HeadKV
 from mmserve.spec.target_parts import TargetParts
 
 WINDOW = 256  # tokens that the head sees
@@ -29,10 +30,22 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # sequences; more are not captured
 
 
 class _Inputs(NamedTuple):
-    """What a captured launch reads: [B, F] and [n, B]."""
+    """What a captured launch reads: [T, F] and [5, T]."""
 
     features: Tensor
     ints: Tensor
+
+
+class _Token(NamedTuple):
+    """A known token for the head: row `row` of `features`, its ring and position, the first one
+    that is known of its sequence, and the token behind it."""
+
+    features: Tensor
+    row: int
+    ring: int
+    position: int
+    first: int
+    behind: int
 
 
 class _Grown:
@@ -59,6 +72,13 @@ class _Grown:
         return Draft(tuple(tokens), tuple(parents))
 
 
+class _Piece(NamedTuple):
+    """Tokens in a row: rows `rows` of `features`."""
+
+    features: Tensor
+    rows: Sequence[int]
+
+
 @dataclass
 class _Tail:
     """What the head has of one sequence. Features are known of the tokens [first, end); those of
@@ -67,12 +87,22 @@ class _Tail:
     ring: int
     first: int
     end: int
-    fresh: list[Tensor] = field(default_factory=list)  # each [n, F]
-    last: Tensor | None = None  # [1, F], of token end - 1, when it is in the ring already
+    fresh: list[_Piece] = field(default_factory=list)
+    last: _Piece | None = None  # of token end - 1, when it is in the ring already
 
     @property
     def num_fresh(self) -> int:
-        return sum(map(len, self.fresh))
+        return sum(len(piece.rows) for piece in self.fresh)
+
+    def waiting(self, context: Context) -> list[_Token]:
+        """What the head has to read before it guesses: at least the last known token."""
+        pieces = self.fresh or ([self.last] if self.last else [])
+        rows = [(piece.features, row) for piece in pieces for row in piece.rows]
+        first = self.end - len(rows)
+        return [
+            _Token(features, row, self.ring, at, self.first, context.token_ids[at + 1])
+            for at, (features, row) in enumerate(rows, first)
+        ]
 
 
 class EagleDrafter:
@@ -92,7 +122,7 @@ class EagleDrafter:
         c = head.config
         self._head, self._parts, self._most = head, parts, most
         self._kv = HeadKV(window, c.num_kv_heads, c.head_dim, parts.device, parts.dtype)
-        self._growth = Growth(head, self._embed, self._kv)
+        self._growth = Growth(head, self._embed, self._kv, parts.likeliest)
         self._tails: dict[str, _Tail] = {}
         self._inputs: dict[tuple[Hashable, int], _Inputs] = {}
 
@@ -103,21 +133,21 @@ class EagleDrafter:
     # -- what is known ----------------------------------------------------------------------------
 
     def landed(self, context: Context, landed: Landed) -> None:
-        features = landed.features
-        if features is None or not len(features):
+        features, rows = landed.features, landed.known
+        if features is None or not rows:
             return
-        end, window = landed.first + len(features), self._kv.size
+        end, window = landed.first + len(rows), self._kv.size
         tail = self._tails.get(context.id)
         if tail is None:
             if self._kv.is_full:
                 self._parts.captures.clear()
             tail = self._tails[context.id] = _Tail(self._kv.take(), landed.first, landed.first)
-        kept = features[-window:]
-        if landed.first != tail.end or len(kept) < len(features):
+        kept = rows[-window:]
+        if landed.first != tail.end or len(kept) < len(rows):
             tail.fresh, tail.first = [], end - len(kept)  # nothing from before is of use
-        tail.fresh.append(kept.to(self._parts.dtype))
+        tail.fresh.append(_Piece(features, kept))
         tail.end, tail.last = end, None
-        while tail.num_fresh - len(tail.fresh[0]) >= window:
+        while tail.num_fresh - len(tail.fresh[0].rows) >= window:
             del tail.fresh[0]
             tail.first = end - tail.num_fresh
 
@@ -159,75 +189,64 @@ class EagleDrafter:
 
     def _grown(self, tails: Sequence[tuple[_Tail, Context]], length: int) -> Tensor:
         """[B, 2, N] as `Growth.grow` says."""
-        known = self._catch_up(tails)
-        ints = [
-            [tail.ring for tail, _ in tails],
-            [tail.end - 1 for tail, _ in tails],
-            [tail.first for tail, _ in tails],
-            [context.token_ids[tail.end] for tail, context in tails],
-        ]
         width = min(BRANCHES, max(self._most // 2, 1))
-        shape = Size(length, width, self._most or length)
+        shape, most = Size(length, width, self._most or length), length + 1
+        waiting = [tail.waiting(context)[-self._kv.size :] for tail, context in tails]
+        if early := [token for tokens in waiting for token in tokens[:-most]]:
+            self._launch("known", early, 1, self._absorb)
+        if not self._parts.captures.enabled:
+            most = min(most, max(map(len, waiting)))
+        late = []
+        for (tail, _), tokens in zip(tails, waiting, strict=True):
+            features, row, *_ = tokens[-1]
+            late += [_nobody(features)] * (most - len(tokens)) + tokens[-most:]
+            tail.fresh, tail.last = [], _Piece(features, (row,))
 
         def grow(features: Tensor, at: Tensor) -> Tensor:
-            grown = self._growth.grow(features, at, shape)
+            grown = self._growth.grow(features, at, shape, most)
             count, place = len(grown), self._parts.grown
             if place is not None and self._has_place(count):
                 each = place[:, : count * MOST_TOKENS].view(4, count, MOST_TOKENS)
                 each[..., : grown.shape[2]] = planted(grown, length)
             return grown
 
-        return self._launch(shape, known, ints, grow)
+        return self._launch(shape, late, most, grow)
 
     def _launch(
         self,
         key: Hashable,
-        features: Tensor,
-        ints: list[list[int]],
+        tokens: Sequence[_Token],
+        each: int,
         compute: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """What `compute` makes of features [B, F] and ints [n, B]; captured where rows are few,
-        with more of them behind, which are nobody's."""
-        count, parts = len(features), self._parts
-        size = next((b for b in BUCKETS if b >= count), None)
-        if size is None or not parts.captures.enabled:
-            return compute(features, torch.tensor(ints).to(parts.device))
+        """What `compute` makes of features [T, F] and ints [4, T]: rings, positions, first ones,
+        tokens behind; a row for `each` of them. Captured where rows are few, with more of them
+        behind, which are nobody's."""
+        count, parts = len(tokens) // each, self._parts
+        size = next((b for b in BUCKETS if b >= count), count)
+        captured = parts.captures.enabled and size in BUCKETS
+        if captured:
+            tokens = [*tokens, *[_nobody(tokens[0].features)] * ((size - count) * each)]
+        ints = torch.tensor([token[1:] for token in tokens]).T.contiguous()
+        if parts.device.type == "cuda":  # else the host would wait for what is under way
+            ints = ints.pin_memory()
+        if not captured:
+            ints = ints.to(parts.device, non_blocking=True)
+            return compute(_gathered(tokens, ints[0]).to(parts.dtype), ints[1:])
         if (key, size) not in self._inputs:
+            width = tokens[0].features.shape[1]
             self._inputs[key, size] = _Inputs(
-                features.new_zeros(size, features.shape[1]),
-                torch.zeros(len(ints), size, device=parts.device, dtype=torch.long),
+                torch.zeros(len(tokens), width, device=parts.device, dtype=parts.dtype),
+                torch.zeros(ints.shape, device=parts.device, dtype=torch.long),
             )
         at = self._inputs[key, size]
-        at.features[:count] = features
-        at.ints.copy_(torch.tensor([row + [0] * (size - count) for row in ints]))
-        return parts.captures.run((key, size), lambda: compute(at.features, at.ints))[:count]
-
-    def _catch_up(self, tails: Sequence[tuple[_Tail, Context]]) -> Tensor:
-        """Keys and values of all that is known but the last of each; of that, features [B, F]."""
-        rings: list[int] = []
-        positions: list[int] = []
-        tokens: list[int] = []
-        pieces: list[Tensor] = []
-        last: list[Tensor] = []
-        for tail, context in tails:
-            if tail.fresh:
-                features = torch.cat(tail.fresh)[-self._kv.size :]
-                tail.fresh, tail.last = [], features[-1:]
-                first = tail.end - len(features)
-                if len(features) > 1:
-                    pieces.append(features[:-1])
-                rings += [tail.ring] * (len(features) - 1)
-                positions += range(first, tail.end - 1)
-                tokens += context.token_ids[first + 1 : tail.end]
-            assert tail.last is not None
-            last.append(tail.last)
-        if tokens:
-            self._launch("known", torch.cat(pieces), [rings, positions, tokens], self._absorb)
-        return torch.cat(last)
+        at.ints.copy_(ints, non_blocking=True)
+        at.features.copy_(_gathered(tokens, at.ints[0]))
+        return parts.captures.run((key, size), lambda: compute(at.features, at.ints[1:]))[:count]
 
     def _absorb(self, features: Tensor, ints: Tensor) -> Tensor:
-        """features [T, F], ints [3, T]: rings, positions, tokens behind; what is written."""
-        rings, positions, tokens = ints
+        """features [T, F], ints [4, T], as `_launch` says; what is written."""
+        rings, positions, _, tokens = ints
         head, heads = self._head, self._head.config.num_heads
         _, qkv = head.attending(head.joined(features), self._embed(tokens))
         turn = turns(positions, head.config, qkv.dtype)
@@ -238,3 +257,18 @@ class EagleDrafter:
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self._parts.embed(tokens).to(self._parts.dtype)
+
+
+def _nobody(features: Tensor) -> _Token:
+    """What nobody hears of, with features of some."""
+    return _Token(features, 0, NOBODY, 0, 0, 0)
+
+
+def _gathered(tokens: Sequence[_Token], rows: Tensor) -> Tensor:
+    """Features [T, F] of tokens; `rows` [T] are their rows."""
+    parts, end = [], 0
+    for _, same in groupby(tokens, lambda token: id(token.features)):
+        some = list(same)
+        start, end = end, end + len(some)
+        parts.append(some[0].features.index_select(0, rows[start:end]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmserve.spec.eagle import EagleHead, Turn, turns
 from mmserve.spec.head_kv import HeadKV
+from mmserve.spec.target_parts import Likeliest, likeliest
 
 # Each level's cost beyond its chance, so that no token is worth more than the one before it.
 STEP = 1e-3
@@ -50,23 +51,31 @@ class _Found(NamedTuple):
 class Growth:
     """Of `head`'s guesses; `embed` [...] int64 -> [..., hidden]."""
 
-    def __init__(self, head: EagleHead, embed: Callable[[Tensor], Tensor], kv: HeadKV) -> None:
-        self._head, self._embed, self._kv = head, embed, kv
+    def __init__(
+        self,
+        head: EagleHead,
+        embed: Callable[[Tensor], Tensor],
+        kv: HeadKV,
+        highest: Likeliest = likeliest,
+    ) -> None:
+        self._head, self._embed, self._kv, self._highest = head, embed, kv, highest
 
-    def grow(self, features: Tensor, ints: Tensor, size: Size) -> Tensor:
-        """features [B, F], ints [4, B]: rings, positions of the last tokens whose features are
-        known, the first position that is known, the tokens behind -> int64 [B, 2, N]: tokens, and
-        who of them each follows (-1: the last known token), parents first."""
+    def grow(self, features: Tensor, ints: Tensor, size: Size, fresh: int = 1) -> Tensor:
+        """features [B fresh, F], ints [4, B fresh]: of each sequence's latest tokens whose features
+        are known, rings, positions, the first position that is known, and the tokens behind. The
+        last one of each is grown from, those before it are only stored. -> int64 [B, 2, N]: tokens,
+        and who of them each follows (-1: the last known token), parents first."""
         head, kv, width = self._head, self._kv, size.branches
-        rings, positions, first, tokens = ints
+        residual, qkv = head.attending(head.joined(features), self._embed(ints[3]))
+        queries = self._store(qkv, ints[0], ints[1])
+        last = slice(fresh - 1, None, fresh)
+        rings, positions, first, _ = ints[:, last]
         levels = torch.arange(size.length, device=ints.device)[:, None] + positions
         turn = turns(levels, head.config, features.dtype)
         hidden = kv.hidden(positions, first, features.dtype)[:, None]  # [B, 1, size]
-
-        residual, qkv = head.attending(head.joined(features), self._embed(tokens))
-        queries = self._store(qkv, rings, positions, _at(turn, 0))
         known = kv.read(rings)
-        state = head.closed(residual, self._attend(queries[:, None], known, hidden)[:, 0])
+        attended = self._attend(queries[last][:, None], known, hidden)[:, 0]
+        state = head.closed(residual[last], attended)
         level, found = self._first(state, width)
 
         room = width * (size.length - 1)
@@ -91,7 +100,9 @@ class Growth:
 
     def _likeliest(self, states: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """[..., hidden] -> logarithms of chances and tokens [..., count], best first."""
-        chances, numbers = self._head.scores(states).float().log_softmax(-1).topk(count, -1)
+        scores = self._head.scores(states)
+        found = self._highest(scores.flatten(0, -2), count, normed=True)
+        chances, numbers = (part.view(*states.shape[:-1], count) for part in found)
         return chances, self._head.named(numbers)
 
     def _first(self, state: Tensor, width: int) -> tuple[_Level, list[_Found]]:
@@ -115,7 +126,7 @@ class Growth:
         found.append(_Found(tokens, parents, chances))
         if width == 1:
             return _Level(tokens, chances, level.numbers + 1, states), None
-        kept, picked = chances.topk(width, -1)
+        kept, picked = self._highest(chances, width, normed=False)
         lines = picked // width
         behind = states.gather(1, lines[..., None].expand(-1, -1, states.shape[-1]))
         return _Level(tokens.gather(1, picked), kept, picked + first, behind), lines
@@ -129,9 +140,10 @@ class Growth:
         values = qkv[..., c.num_heads + c.num_kv_heads :, :]
         return qk[..., : c.num_heads, :], qk[..., c.num_heads :, :], values
 
-    def _store(self, qkv: Tensor, rings: Tensor, positions: Tensor, turn: Turn) -> Tensor:
-        """Keys and values of known tokens go into the rings; queries [B, H, D]."""
-        queries, keys, values = (part[:, 0] for part in self._turned(qkv[:, None], turn))
+    def _store(self, qkv: Tensor, rings: Tensor, positions: Tensor) -> Tensor:
+        """Keys and values of known tokens go into the rings; queries [T, H, D]."""
+        turn = turns(positions, self._head.config, qkv.dtype)
+        queries, keys, values = self._turned(qkv, turn)
         self._kv.write(rings, positions, torch.cat((keys, values), 1))
         return queries
 

@@ -136,10 +136,10 @@ class MedusaDrafter:
         self._last: dict[str, tuple[int, Tensor]] = {}  # number of the token, its state [1, hidden]
 
     def landed(self, context: Context, landed: Landed) -> None:
-        features = landed.features
-        if features is not None and len(features):
-            number = landed.first + len(features) - 1
-            state = features[-1:].to(self._medusa.parts.dtype, copy=True)
+        features, known = landed.features, landed.known
+        if features is not None and known:
+            number = landed.first + len(known) - 1
+            state = features[known[-1]][None].to(self._medusa.parts.dtype, copy=True)
             self._last[context.id] = number, state
 
     def end(self, context: Context) -> None:

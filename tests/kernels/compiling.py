@@ -15,7 +15,17 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from mmserve.kernels import attention, chain, fused, gemv, graft, row_attention, sampling, spans
+from mmserve.kernels import (
+    attention,
+    chain,
+    fused,
+    gemv,
+    graft,
+    likeliest,
+    row_attention,
+    sampling,
+    spans,
+)
 from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.launch import Launch
 
@@ -118,6 +128,12 @@ def attentions() -> None:
     attend(torch.zeros(3, 7, 80, dtype=torch.bfloat16), 1, 5, few, softcap=30.0)
 
 
+def bests() -> None:
+    for dtype, rows, width, normed in itertools.product(DTYPES, (1, 3), (1, 8192), (False, True)):
+        scores = torch.zeros(rows, width, dtype=dtype)
+        likeliest.likeliest(scores, min(width, 8), normed=normed)
+
+
 def grafts() -> None:
     for tokens, grown in itertools.product((1, 3), (1, 5)):
         work, rows = torch.zeros(64, dtype=torch.int32), torch.zeros(4, tokens, dtype=torch.int32)
@@ -152,5 +168,5 @@ def towers() -> None:
 
 if __name__ == "__main__":
     compile_only()
-    for kernels in (gemvs, elementwise, choices, attentions, grafts, rows, towers):
+    for kernels in (gemvs, elementwise, choices, attentions, grafts, bests, rows, towers):
         kernels()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 if not torch.cuda.is_available():
@@ -473,6 +473,23 @@ def test_draft_trees_equal_the_dense_statement(
 ) -> None:
     out = attend(scene, readers(scene), splits=splits, long=long)
     torch.testing.assert_close(out.double(), scene.expected, rtol=1e-3, atol=1e-4)
+
+
+@given(drafted(extras=True), st.booleans())
+@settings(max_examples=15, deadline=None)
+def test_drafts_whose_rows_read_alike_may_be_told_so(scene: Scene, long: bool) -> None:
+    told = [alike(reader) for reader in readers(scene)]
+    event(f"{sum(isinstance(r.reads[1], int) for r in told)} of them")
+    out = attend(scene, told, long=long)
+    torch.testing.assert_close(out.double(), scene.expected, rtol=1e-3, atol=1e-4)
+
+
+def alike(reader: work.Reader) -> work.Reader:
+    """With one number for what all its rows have."""
+    if reader.tree is None or any(row.min() < row.max() for row in reader.matrix):
+        return reader
+    lo, hi, visual_lo, visual_hi = reader.matrix[:, 0].tolist()
+    return reader._replace(reads=(lo, hi, visual_lo, visual_hi))
 
 
 def test_a_draft_of_sixty_four_tokens_uses_every_bit() -> None:
