@@ -1,0 +1,116 @@
+/** Every text of the KV view in English; the other languages have the same keys. */
+export const en = {
+  title: 'KV pools',
+  lead: 'Whose each page of the cache is, live. Counts and ids only: no text and no picture is shown.',
+  toChat: 'Back to the chat',
+  language: 'Language',
+
+  states: {
+    connecting: 'Connecting…',
+    open: 'Live',
+    retrying: 'Connection lost. Trying again…',
+    loading: 'The model is loading…',
+    paused: 'Paused while this tab is hidden',
+    locked: 'An admin key is needed',
+    refused: 'This server does not show its pools from here',
+  },
+  refusedNote:
+    'Start the server with --admin-key and enter that key here. Without any key, only a browser on the server’s own machine may look, and not through a proxy.',
+  keyLabel: 'Admin key',
+  keyUse: 'Use this key',
+  keyRefused: 'The key was not accepted.',
+  keyNote: 'It is kept until this tab is closed.',
+
+  now: 'Now',
+  running: 'Running',
+  waiting: 'Waiting',
+  speed: 'Tokens a second',
+  speedNote: 'last minute',
+  balance: 'Prefill : decode',
+  balanceNote: (share: string) => `${share} of the computing time on prompts`,
+  idle: 'idle',
+  hits: 'Hit rates',
+  hitCauses: { prefix: 'Text', image: 'Images', tier: 'From tiers' },
+  hitsNote: 'since the start',
+  memory: 'Memory of the pools',
+  memoryNote: (used: string, all: string) => `${used} of ${all} in use`,
+  energy: 'Energy of the device',
+  energyToken: (joules: string) => `${joules} J a token`,
+  energyImage: (joules: string) => `${joules} J a new image`,
+
+  pools: 'Pools',
+  poolKinds: { text: 'Text pool', vision: 'Image pool' },
+  poolWindow: (tokens: string) => `window of ${tokens} tokens`,
+  poolPages: (pages: string, bytes: string) => `${pages} pages of ${bytes}`,
+  use: {
+    active: (n: string) => `${n} in use`,
+    cached: (n: string) => `${n} kept`,
+    free: (n: string) => `${n} free`,
+  },
+  colorBy: 'Color by',
+  colors: { session: 'Session', owner: 'Image or branch' },
+  mapLabel: (pool: string) => `Map of the pages, ${pool}`,
+  mapHelp: 'Arrow keys move from page to page. The table beside the map says the same.',
+  saidFree: (page: string) => `Page ${page}: free`,
+  saidOwned: (page: string, owner: string, session: string) =>
+    `Page ${page}: ${owner}, session ${session}`,
+
+  owners: 'Owners',
+  ownersOf: (pool: string) => `Owners of pages, ${pool}`,
+  ownersMore: (n: string) => `and ${n} more`,
+  ownersNone: 'Nothing is held.',
+  columns: { owner: 'Owner', session: 'Session', pages: 'Pages', readers: 'Readers', hits: 'Hits' },
+  kinds: { prefix: 'Branch', request: 'Request', image: 'Image' },
+  nobody: 'none',
+
+  selected: 'Selected page',
+  selectNothing: 'Click a page, a branch or a row to see whose it is.',
+  facts: {
+    page: 'Page',
+    owner: 'Owner',
+    session: 'Session',
+    request: 'Written for',
+    tokens: 'Tokens',
+    range: 'Text tokens',
+    computed: 'Computed',
+    readers: 'Readers now',
+    hits: 'Hits',
+    state: 'State',
+    pages: 'Pages',
+    bytes: 'Memory',
+    key: 'Key',
+  },
+  free: 'Free',
+  imageStates: { writing: 'being written', ready: 'ready', failed: 'failed' },
+  pinned: 'pinned',
+  fromFile: 'unknown: it came from a tier or a file',
+  forget: 'Forget this image',
+  forgetSure: 'Forget it?',
+  forgetNote:
+    'Its KV leaves the pool. Whoever shows the picture again has it brought from a tier, or computed.',
+  forgetBusy: 'It is being read by an answer, or has gone already.',
+  forgotten: 'The image has left the pool.',
+
+  tree: 'Prefix tree',
+  treeNote:
+    'Every box is a run of text that is kept; to the right it goes on, downwards it branches.',
+  treeLabel: (branches: string, tokens: string) =>
+    `Prefix tree: ${branches} branches, the longest of ${tokens} tokens`,
+  treeLeft: (n: string) => `${n} more branches are not drawn.`,
+  treeEmpty: 'No text is kept.',
+
+  tiers: 'Tiers below the pools',
+  tierNames: { host: 'Host memory', disk: 'Disk', object_store: 'Object store' },
+  tierColumns: { tier: 'Tier', objects: 'Objects', bytes: 'Memory' },
+  tiersNone: 'This server has none.',
+
+  latencies: 'Latencies since the start',
+  ttft: 'Time to first token',
+  itl: 'Between two tokens',
+  histogramLabel: (name: string, n: string, p50: string, p95: string) =>
+    `${name}: ${n} samples, half within ${p50}, 95 % within ${p95}`,
+  histogramNone: 'No samples yet.',
+  over: (edge: string) => `over ${edge}`,
+};
+
+export type Dictionary = typeof en;
