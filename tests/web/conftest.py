@@ -190,7 +190,13 @@ def visit(chromium: Browser, server: Running) -> Iterator[Callable[..., Tab]]:
     contexts: list[BrowserContext] = []
     tabs: list[Tab] = []
 
-    def begin(url: str | None = None, *, quiet_network: bool = True, **options: Any) -> Tab:
+    def begin(
+        url: str | None = None,
+        *,
+        ready: str = "textarea",
+        quiet_network: bool = True,
+        **options: Any,
+    ) -> Tab:
         context = chromium.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
         context.set_default_timeout(PATIENCE_S * 1000)
         tab = Tab(context.new_page())
@@ -205,7 +211,7 @@ def visit(chromium: Browser, server: Running) -> Iterator[Callable[..., Tab]]:
         tab.page.on("console", hear)
         tab.page.on("pageerror", lambda error: tab.errors.append(str(error)))
         tab.page.goto(url or server.url)
-        tab.page.wait_for_selector("textarea")
+        tab.page.wait_for_selector(ready)
         return tab
 
     yield begin

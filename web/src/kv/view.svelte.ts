@@ -10,7 +10,7 @@ import { words } from './words.svelte';
 
 const KEY = 'mmserve.admin-key';
 /** Of an id or a key: enough to tell two apart. */
-const LETTERS = 10;
+const LETTERS = 8;
 
 export type Coloring = 'session' | 'owner';
 
