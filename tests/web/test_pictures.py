@@ -192,10 +192,10 @@ def test_a_file_name_is_text_and_nothing_else(visit: Visit) -> None:
 def photograph(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A JPEG of 40 MB: noise, which does not compress."""
     path = tmp_path_factory.mktemp("photo") / "photo.jpg"
-    size = (7900, 5060)
-    noise = Image.frombytes("L", size, random.Random(0).randbytes(size[0] * size[1]))
+    size = (4800, 3600)
+    noise = Image.frombytes("RGB", size, random.Random(0).randbytes(3 * size[0] * size[1]))
     buffer = io.BytesIO()
-    noise.save(buffer, "JPEG", quality=95)
+    noise.save(buffer, "JPEG", quality=95, subsampling=0)
     path.write_bytes(buffer.getvalue())
     return path
 

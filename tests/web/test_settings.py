@@ -54,9 +54,7 @@ def test_a_number_out_of_range_is_brought_into_it(visit: Visit) -> None:
 def test_a_session_policy_is_sent(server: Running, visit: Visit) -> None:
     tab = visit()
     frames: list[str] = []
-    tab.page.on(
-        "websocket", lambda socket: socket.on("framesent", lambda f: frames.append(str(f)))
-    )
+    tab.page.on("websocket", lambda socket: socket.on("framesent", lambda f: frames.append(str(f))))
     tab.page.reload()
     tab.page.wait_for_selector("textarea")
     open_settings(tab)

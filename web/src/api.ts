@@ -5,7 +5,15 @@
  * lost network stays the `TypeError` of `fetch`.
  */
 import { errorOf } from './protocol';
-import type { ApiError, FileObject, ModelObject, ResponseObject, StoredItem } from './protocol';
+import type {
+  ApiError,
+  FileObject,
+  HeldImage,
+  ImageAction,
+  ModelObject,
+  ResponseObject,
+  StoredItem,
+} from './protocol';
 
 /** A server that takes longer than this to name its model counts as not there. */
 const PROBE_MS = 15_000;
@@ -88,6 +96,17 @@ export class Api {
     const query = 'order=asc&limit=100&include[]=message.input_image.image_url';
     const response = await this.call(`v1/responses/${id}/input_items?${query}`);
     return ((await response.json()) as { data: StoredItem[] }).data;
+  }
+
+  /** The images of the conversation that a response ends, oldest first. */
+  async images(id: string): Promise<HeldImage[]> {
+    const response = await this.call(`v1/responses/${id}/images`);
+    return ((await response.json()) as { data: HeldImage[] }).data;
+  }
+
+  /** `image` is its SHA-256. */
+  async changeImage(id: string, image: string, action: ImageAction): Promise<void> {
+    await this.call(`v1/responses/${id}/images/${image}/${action}`, { method: 'POST' });
   }
 
   /** The events of a response after number `after`: what was missed, then live. */

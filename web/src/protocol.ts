@@ -147,6 +147,22 @@ export interface ErrorEvent {
 
 export type ServerEvent = ResponseEvent | ErrorEvent;
 
+/** An image that a stored conversation holds; `state` is where its KV is. */
+export interface HeldImage {
+  number: number | null;
+  item_id: string | null;
+  file_id: string | null;
+  sha256: string;
+  tokens: number | null;
+  state: 'active' | 'host' | 'disk' | 'absent';
+  bytes: number;
+  hits: number;
+  pinned: boolean;
+  forgotten: 'recompute' | 'mark' | null;
+}
+
+export type ImageAction = 'pin' | 'unpin' | 'forget' | 'restore';
+
 export interface FileObject {
   id: string;
 }

@@ -58,9 +58,13 @@ export class Album {
     return [...this.pictures.values()].find((picture) => picture.fileId === fileId);
   }
 
+  ofHash(hash: string): Picture | undefined {
+    return [...this.pictures.values()].find((picture) => picture.hash === hash);
+  }
+
   /** A picture with these bytes that was sent before, in this chat or else in any other. */
   async withHash(hash: string): Promise<Picture | undefined> {
-    const own = [...this.pictures.values()].find((picture) => picture.hash === hash);
+    const own = this.ofHash(hash);
     return own ?? (await this.store.picturesWith(hash)).find(({ fileId }) => fileId !== null);
   }
 
