@@ -102,7 +102,7 @@ class CUDALayout:
         """Chunks of a single row come first."""
         num_decoding = next((n for n, c in enumerate(chunks) if not self._decodes(c)), len(chunks))
         readers: list[list[work.Reader]] = [[] for _ in self.groups]
-        parts = [self._tokens(chunks[:num_decoding], readers)]
+        parts = [self._tokens(chunks[:num_decoding], readers)] if num_decoding else []
         total, last, images = num_decoding, list(range(num_decoding)), list[ImageRows]()
         for chunk in chunks[num_decoding:]:
             if self._guesses(chunk):

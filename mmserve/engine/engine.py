@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
 from mmserve.engine.border import Border, build_border
 from mmserve.engine.build_drafter import build_drafter
+from mmserve.engine.build_scheduler import build_scheduler
 from mmserve.engine.build_tiers import build_tiers
 from mmserve.engine.drafting import Drafting
 from mmserve.engine.figures import Figures, describe
@@ -31,7 +31,7 @@ from mmserve.engine.kv_transfer import KVTransfer, Placed, identity_of
 from mmserve.engine.live import Live, Row
 from mmserve.engine.live_beams import LiveBeams
 from mmserve.engine.meter import board_meter, step_work
-from mmserve.engine.model_runner import ModelRunner, build_runner
+from mmserve.engine.model_runner import build_runner
 from mmserve.engine.page_copy import copy_pages
 from mmserve.engine.sampler import Drawn, SampledToken, Sampler, SamplingState
 from mmserve.engine.taps import Heard
@@ -43,7 +43,6 @@ from mmserve.request import FinishReason, ImageSegment, Request, TokenEvent
 from mmserve.scheduler.admission import beam_limit
 from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.page_owners import PageOwners
-from mmserve.scheduler.scheduler import Scheduler
 from mmserve.sequence import Sequence
 from mmserve.spec.draft import AnyDraft
 from mmserve.tiers.kv_object import Owner
@@ -51,6 +50,7 @@ from mmserve.tiers.kv_object import Owner
 logger = logging.getLogger(__name__)
 
 Event = tuple[str, TokenEvent]  # (request id, what happened)
+Say = Callable[[SampledToken, float], TokenEvent]
 
 
 class Flight(NamedTuple):
@@ -118,6 +118,7 @@ class Engine:
         self._flight: Flight | None = None
         self._sampler = Sampler()
         self._outbox: list[Event] = []
+        self._unsaid: list[tuple[Live, SampledToken, float]] = []  # when each landed
 
     @property
     def has_work(self) -> bool:
@@ -177,10 +178,12 @@ class Engine:
                 self.scheduler.add(seq)
         batch = self.scheduler.schedule(self._draft())
         flight = self._launch(batch, started) if batch else None
+        self._say()
         self._land()
         self._flight = flight
         if not self.overlaps:
             self._land()
+        self._say()
         if self.tiers is not None:
             self.tiers.tick(busy=bool(batch))
         self._figures.observe(started, idle=not self._live)
@@ -334,12 +337,15 @@ class Engine:
         drafting, seq, draft = self.drafting, live.seq, chunk.draft
         ended = False
         for count, number in enumerate((-1, *path), 1):
-            self._figures.observe_token(live, now)
-            event = live.push(chosen[1 + number], now)
-            self._outbox.append((live.request.id, event))
-            self.metrics.generation_tokens.inc()
+            token = chosen[1 + number]
+            # The device waits for the next step: until that is launched, only what it needs.
+            if draft is not None and isinstance(live, Live) and live.accept(token.token_id):
+                self._unsaid.append((live, token, now))
+            else:
+                self._say()
+                ended = self._hand_out(live, live.push, token, now)
             seq.num_computed_tokens += count <= len(path)  # what was right has been computed
-            if ended := event.finish_reason is not None:
+            if ended:
                 break
         if draft is not None:
             live.sampling.spend(count)
@@ -353,7 +359,22 @@ class Engine:
                 drafting.end(live)
             live.sampling.forget(self.scheduler.cut(seq))
 
+    def _say(self) -> None:
+        """Hand out tokens that were accepted while the next step was to be launched."""
+        for live, token, landed in self._unsaid:
+            self._hand_out(live, live.say, token, landed)
+        self._unsaid.clear()
+
+    def _hand_out(self, live: Row, say: Say, token: SampledToken, now: float) -> bool:
+        """A token's event, which `say` makes; whether it is the last."""
+        self._figures.observe_token(live, now)
+        event = say(token, now)
+        self._outbox.append((live.request.id, event))
+        self.metrics.generation_tokens.inc()
+        return event.finish_reason is not None
+
     def _finish(self, live: Live, reason: FinishReason, error: str | None = None) -> None:
+        self._say()
         self._outbox.append((live.request.id, live.end(reason, error)))
         self._retire(live)
 
@@ -371,27 +392,3 @@ class Engine:
     def describe(self) -> str:
         """One line for the log of a step loop that stands still."""
         return describe(self.scheduler)
-
-
-def build_scheduler(config: EngineConfig, runner: ModelRunner, max_model_len: int) -> Scheduler:
-    """The books of a runner's pools."""
-    groups = runner.groups
-    text = [pool.pages for pool in runner.text]
-    size = config.cache.page_size
-    readers = [(pages, group) for pages, group in zip(text, groups, strict=True) if group.text]
-    radix = None
-    if config.cache.prefix_caching:
-        windowed = [group.window is not None for _, group in readers]
-        radix = RadixCache([pages for pages, _ in readers], size, windowed)
-    return Scheduler(
-        config.scheduler,
-        groups=groups,
-        text=text,
-        vision=[pool.index for pool in runner.vision],
-        radix=radix,
-        page_size=size,
-        max_model_len=max_model_len,
-        in_context=runner.in_context,
-        head=runner.mode.head,
-        whole_prompts=runner.sight.whole_prompt,
-    )

@@ -116,6 +116,22 @@ class Live:
         """Whether an answer ends with this token."""
         return token in self._ends or token in self.tokenizer.eos_token_ids
 
+    def accept(self, token: int) -> bool:
+        """Add a token to the text, to be said later (`say`); False, and nothing is done, where the
+        answer may end with it."""
+        seq = self.seq
+        worded = self.matcher is not None or self.request.params.stop
+        if worded or seq.num_pending or token in self._ends:
+            return False
+        if len(seq.token_ids) + 1 >= seq.token_limit:
+            return False
+        seq.append(token)
+        return True
+
+    def say(self, sampled: SampledToken, now: float) -> TokenEvent:
+        """Of a token that was accepted and landed `now`."""
+        return self._event(sampled, now, self._detokenizer.push([sampled.token_id]))
+
     def push(self, sampled: SampledToken, now: float) -> TokenEvent:
         """Take the token that landed `now`; the event has a finish reason if it is the last."""
         seq, token = self.seq, sampled.token_id
@@ -139,12 +155,22 @@ class Live:
         if reason is not None and stop is None:
             rest, stop = self._stop.push(self._detokenizer.flush())
             text += rest if stop is not None else rest + self._stop.flush()
+        return self._event(sampled, now, text, reason, stop)
+
+    def _event(
+        self,
+        sampled: SampledToken,
+        now: float,
+        text: str,
+        reason: FinishReason | None = None,
+        stop: str | None = None,
+    ) -> TokenEvent:
         if self.clock.first_token is None:
             self.clock.first_token = now
         self.clock.last_token = now
         return TokenEvent(
             text=text,
-            token_ids=(token,),
+            token_ids=(sampled.token_id,),
             logprobs=() if sampled.logprob is None else self._logprobs(sampled),
             finish_reason=reason,
             stop_string=stop,

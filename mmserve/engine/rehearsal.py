@@ -16,7 +16,7 @@ from mmserve.kernels import work
 from mmserve.kernels.reference import NOWHERE
 
 LONG = 641  # keys, of which a row has several partial results
-DRAFT_ROWS = 64  # of steps with drafts that are captured from the start
+DRAFT_ROWS = 128  # of steps with drafts that are captured from the start
 
 
 class Rehearsal:

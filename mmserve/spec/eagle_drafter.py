@@ -230,18 +230,19 @@ class EagleDrafter:
         ints = torch.tensor([token[1:] for token in tokens]).T.contiguous()
         if parts.device.type == "cuda":  # else the host would wait for what is under way
             ints = ints.pin_memory()
+        width = tokens[0].features.shape[1]
         if not captured:
             ints = ints.to(parts.device, non_blocking=True)
-            return compute(_gathered(tokens, ints[0]).to(parts.dtype), ints[1:])
+            features = torch.empty(len(tokens), width, device=parts.device, dtype=parts.dtype)
+            return compute(_gathered(tokens, ints[0], features), ints[1:])
         if (key, size) not in self._inputs:
-            width = tokens[0].features.shape[1]
             self._inputs[key, size] = _Inputs(
                 torch.zeros(len(tokens), width, device=parts.device, dtype=parts.dtype),
                 torch.zeros(ints.shape, device=parts.device, dtype=torch.long),
             )
         at = self._inputs[key, size]
         at.ints.copy_(ints, non_blocking=True)
-        at.features.copy_(_gathered(tokens, at.ints[0]))
+        _gathered(tokens, at.ints[0], at.features)
         return parts.captures.run((key, size), lambda: compute(at.features, at.ints[1:]))[:count]
 
     def _absorb(self, features: Tensor, ints: Tensor) -> Tensor:
@@ -264,11 +265,15 @@ def _nobody(features: Tensor) -> _Token:
     return _Token(features, 0, NOBODY, 0, 0, 0)
 
 
-def _gathered(tokens: Sequence[_Token], rows: Tensor) -> Tensor:
-    """Features [T, F] of tokens; `rows` [T] are their rows."""
-    parts, end = [], 0
+def _gathered(tokens: Sequence[_Token], rows: Tensor, out: Tensor) -> Tensor:
+    """Features of tokens into out [T, F]; `rows` [T] are their rows."""
+    end = 0
     for _, same in groupby(tokens, lambda token: id(token.features)):
         some = list(same)
         start, end = end, end + len(some)
-        parts.append(some[0].features.index_select(0, rows[start:end]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        features = some[0].features
+        if features.dtype == out.dtype:
+            torch.index_select(features, 0, rows[start:end], out=out[start:end])
+        else:
+            out[start:end] = features.index_select(0, rows[start:end])
+    return out
