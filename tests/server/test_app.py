@@ -151,7 +151,7 @@ def test_the_page_has_its_headers_and_never_leaves_its_folder(tmp_path: Path) ->
             page = client.get(path)
             assert page.text == "<!doctype html>"
             assert page.headers["cache-control"] == "no-cache"
-            assert "default-src 'self'" in page.headers["content-security-policy"]
+            assert "default-src 'none'" in page.headers["content-security-policy"]
             assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
         asset = client.get("/assets/app-1a2b.js")
         assert "immutable" in asset.headers["cache-control"]
