@@ -33,6 +33,7 @@ from mmserve.kernels.reference import NOWHERE, vision_slot
 from mmserve.kernels.work_builder import WorkBuilder
 from mmserve.model import cuda_install
 from mmserve.model.adapter import Features
+from mmserve.model.cuda_prelude import CUDAEmbedding
 from mmserve.model.cuda_step import DENSE_MULTIPLE, CUDAStep, DenseChunk
 from mmserve.model.cuda_tower import fuse_towers
 from mmserve.model.fuse import fuse
@@ -91,6 +92,7 @@ class CUDARunner(ModelRunner):
 
     def _fuse(self) -> None:
         self._fused = cuda_install.install(self.adapter, bare=not self.stock)
+        self._rows_of = CUDAEmbedding.of(self.adapter)
         if self._sliced and not self._fused:
             raise ValueError("deterministic needs layers of a kind that is fused")
         shows = not self.stock or hasattr(self.adapter.model.config, "vision_config")
@@ -354,7 +356,11 @@ class CUDARunner(ModelRunner):
             dense=dense,
             lone=shape.rows == 1 and embeds is None and not shape.launch.large,
         )
-        if embeds is None:
+        if embeds is not None:
+            embeds = embeds.clone()  # layers write into what they are given
+        elif self._rows_of is not None:
+            embeds = self._rows_of(ids, self._previous)
+        else:
             embeds = self.adapter.embed(resolve_pending(ids.long(), self._previous))
         if self.stock or not self._fused:
             where = positions.long() if len(positions) > 1 else positions[0].long()
@@ -362,11 +368,8 @@ class CUDARunner(ModelRunner):
             told = extra or {}
             if shape.crosses and self.adapter.cross is not None:
                 told = self.adapter.cross.arguments(slots[-1] != NOWHERE)
-            # Layers write into what they are given.
-            return self._taps.join(
-                self.adapter.decode(embeds.clone(), where, step, regimes, **told)
-            )
-        x = embeds[None].clone()
+            return self._taps.join(self.adapter.decode(embeds, where, step, regimes, **told))
+        x = embeds[None]
         for layer in self.adapter.decoder.layers:
             x = layer(x, step=step)
         return self._taps.join(self.adapter.decoder.norm(x)[0])

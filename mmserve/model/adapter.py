@@ -127,7 +127,7 @@ class Adapter:
         states [T, hidden]."""
         if self.rope is not None:
             self.rope.regimes = regimes
-        where = positions + self.first_position
+        where = positions + self.first_position if self.first_position else positions
         out = self.decoder(
             inputs_embeds=embeds[None],
             position_ids=where[:, None] if where.dim() > 1 else where[None],

@@ -18,6 +18,7 @@ from mmserve.model.adapter import Adapter
 from mmserve.model.attention import Probe
 from mmserve.model.cuda_layer import BARE, CUDALayer, norm_of, rms_norm
 from mmserve.model.cuda_parallel_layer import CUDAParallelLayer
+from mmserve.model.cuda_prelude import install_rope
 
 Kind = type[CUDALayer] | type[CUDAParallelLayer]
 KINDS: tuple[Kind, ...] = (CUDALayer, CUDAParallelLayer)
@@ -61,6 +62,8 @@ def install(adapter: Adapter, *, bare: bool) -> bool:
     model.set_output_embeddings(CUDAHead(model.get_output_embeddings()))
     found = {i: _kind_of(layer) for i, layer in enumerate(decoder.layers)}
     fitting = {i: kind for i, kind in found.items() if kind is not None}
+    if not bare:
+        install_rope(adapter)
     if not bare and fitting:
         turned = _turned_by_row(adapter)
         fitting = {i: kind for i, kind in fitting.items() if i in turned}

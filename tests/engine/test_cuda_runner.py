@@ -24,6 +24,7 @@ from mmserve.engine.model_runner import ModelRunner
 from mmserve.model import cuda_step
 from mmserve.model.cuda_install import KINDS
 from mmserve.model.cuda_layer import CUDALayer
+from mmserve.model.cuda_prelude import CUDARope
 from mmserve.model.weights import load
 from mmserve.request import BeamParams, SamplingParams, Segment, Streaming, TextSegment
 from tests.engine.driver import Driver, picture, words
@@ -192,6 +193,8 @@ def test_public_checkpoints_answer_as_by_the_plain_runner(
     runner: Any = driver.engine.runner
     assert isinstance(runner, CUDARunner)
     fused = [isinstance(layer, KINDS) for layer in runner.adapter.decoder.layers]
+    angles = runner.adapter.decoder.rotary_emb
+    assert isinstance(angles, CUDARope) == (runner.adapter.axes == 1)
     assert (runner._fused, any(fused)) == (all(fused), any(fused)) == CHECKPOINTS[name]
     for (wanted, expected), (tokens, logits) in zip(*answers, strict=True):
         assert tokens == wanted

@@ -22,6 +22,7 @@ from mmserve.kernels import (
     gemv,
     graft,
     likeliest,
+    prelude,
     row_attention,
     sampling,
     spans,
@@ -157,6 +158,16 @@ def rows() -> None:
         row_attention.attend_row(qkv, own, slots, *rest, rotary=rotary, softcap=30.0)
 
 
+def preludes() -> None:
+    for dtype, tokens, width in itertools.product(DTYPES, (1, 3), (1, 1030)):
+        ids, table = torch.zeros(tokens, dtype=torch.int32), torch.zeros(2, width, dtype=dtype)
+        rows = table.new_zeros(tokens, width)
+        prelude.embed(ids, ids.long(), table, rows, 2.0)
+        twice = table.new_zeros(tokens, 2 * width)
+        for regimes in (None, ids.long()):
+            prelude.angles(ids.long(), regimes, table.float(), twice[0].float(), twice, twice)
+
+
 def towers() -> None:
     for dtype, tokens, heads, dim in itertools.product(DTYPES, (1, 3), (1, 3), (2, 80)):
         q, k, v = (packed := torch.zeros(tokens, 3, heads, dim, dtype=dtype)).unbind(1)
@@ -168,5 +179,5 @@ def towers() -> None:
 
 if __name__ == "__main__":
     compile_only()
-    for kernels in (gemvs, elementwise, choices, attentions, grafts, bests, rows, towers):
+    for kernels in (gemvs, elementwise, choices, attentions, grafts, bests, preludes, rows, towers):
         kernels()
