@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from mmserve.kernels import fused
 from mmserve.kernels.fused import Gate, Norm
-from mmserve.kernels.gemv import After, gemv
+from mmserve.kernels.gemv import gemv
 from mmserve.model.cuda_heads import CUDAHeads
 from mmserve.model.cuda_step import CUDAStep
 
@@ -56,7 +56,6 @@ class CUDALayer(nn.Module):
         if hasattr(layer, "pre_feedforward_layernorm"):  # the second is what its name says
             self.before = first, norm_of(layer.pre_feedforward_layernorm)
             self.after = second, norm_of(layer.post_feedforward_layernorm)
-        self.arrived = torch.zeros(1, dtype=torch.int32, device=self.out.device)
         head_norm: fused.HeadNorm | None = None
         if hasattr(attend, "q_norm"):
             (q_weight, eps), (k_weight, _) = norm_of(attend.q_norm), norm_of(attend.k_norm)
@@ -102,10 +101,12 @@ class CUDALayer(nn.Module):
             gemv(x, self.gate_up, gated, norm=self.before[1], gated=True, gate=self.gate)
             gemv(gated, self.down, x, add=True)
             return
-        added, (first, second) = torch.empty_like(x), self.after
-        gemv(read, self.out, added, after=After(x, first, self.arrived))
+        added = torch.empty_like(x)
+        gemv(read, self.out, added)
+        fused.add_normed(added, x, *self.after[0])
         gemv(x, self.gate_up, gated, norm=self.before[1], gated=True, gate=self.gate)
-        gemv(gated, self.down, added, after=After(x, second, self.arrived))
+        gemv(gated, self.down, added)
+        fused.add_normed(added, x, *self.after[1])
 
     def _finish_rows(self, x: Tensor, read: Tensor) -> None:
         """The same of several rows."""

@@ -67,8 +67,6 @@ def gemvs() -> None:
         gemv.gemv(x, weight, out, bias=out[0], norm=(x[0], 1e-5), add=True)
         gemv.gemv(x, weight, out, gated=True)
         gemv.gemv(x, weight, out, norm=(x[0].float(), 1e-6), gated=True, gate="gelu")
-        after = gemv.After(out, (weight[:, 0].float(), 1e-6), torch.zeros(1, dtype=torch.int32))
-        gemv.gemv(x, weight, out, after=after)
         norm: dict[str, Any] = {"norm": (x[0], 1e-5), "centred": True}
         gemv.gemv(
             x, weight, out, bias=weight[:, 0].float(), opened=out.clone(), gate="gelu", **norm

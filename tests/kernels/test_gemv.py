@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import tests.kernels.interpreter  # noqa: F401
 from mmserve.kernels.fused import Gate
-from mmserve.kernels.gemv import After, gemv
+from mmserve.kernels.gemv import gemv
 
 GATES: dict[Gate, Any] = {
     "silu": functional.silu,
@@ -85,20 +85,3 @@ def test_outputs_behind_the_plain_ones_go_through_the_gate(
     assert_close(out, expected[:, :plain])
     assert_close(opened[:, 1:-1], GATES["gelu"](expected[:, plain:]))
     assert bool(opened[:, [0, -1]].isnan().all())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_out", "width"), [(1, 16), (33, 80), (7, 4100)])
-def test_the_last_program_adds_the_norm_of_all_outputs(
-    num_out: int, width: int, dtype: torch.dtype
-) -> None:
-    x, weight = randn(1, width, dtype=dtype), randn(num_out, width, dtype=dtype)
-    gain, before = randn(num_out, dtype=torch.float32), randn(1, num_out, dtype=dtype)
-    out, residual = (torch.full_like(before, torch.nan), before.clone())
-    arrived = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    for _ in range(2):
-        gemv(x, weight, out, after=After(residual, (gain, 1e-6), arrived))
-        assert not arrived.any()
-    normed = functional.rms_norm(out.double(), (num_out,), gain.double(), 1e-6)
-    assert_close(out, functional.linear(x.double(), weight.double()))
-    assert_close(residual, before.double() + 2 * normed)
