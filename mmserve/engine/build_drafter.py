@@ -17,6 +17,7 @@ from mmserve.spec.chained import ChainedDrafter
 from mmserve.spec.control import Control
 from mmserve.spec.draft_model import ModelDrafter
 from mmserve.spec.drafter import Drafter
+from mmserve.spec.eagle_drafter import EagleDrafter
 from mmserve.spec.lookahead import LookaheadDrafter
 from mmserve.spec.ngram import NgramDrafter
 from mmserve.spec.suffix import SuffixDrafter
@@ -72,6 +73,8 @@ def _drafter(
     most = _tree_tokens(spec, runner)
     method = "medusa" if spec.method == "medusa" else "eagle"
     head = load_head(method, spec.model, runner, loaded.name, most)
+    if isinstance(head, EagleDrafter):
+        head.rehearse(spec.num_speculative_tokens or GUESSED)
     if spec.method == "auto":
         answers = SuffixDrafter(spec.answers_bytes, sure=SURE)
         return ChainedDrafter([answers, head], [REPEATED, GUESSED]), REPEATED

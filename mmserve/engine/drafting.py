@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mmserve.engine.grammar import Matcher
+from mmserve.engine.graphs import Graphs
 from mmserve.engine.live import Live, Row
 from mmserve.engine.sampler import SampledToken, SamplingState
 from mmserve.engine.taps import Heard
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 # Where more sequences than these decode, a drafter hears of their steps only while it drafts: most
 # of the time, drafts do not pay there, and telling costs as much as a small model's step.
 ALWAYS_HEARD = 8
-REST = 3  # steps in which they then do not even think of it
+REST = 15  # steps in which they then do not even think of it
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Drafting:
         self._planned: Mapping[str, int] = {}
         self._tries: dict[str, _Try] = {}  # of the step that is launched next, or in the air
         self._seconds = 0.0  # that its drafts took
+        self._captures = 0  # before it
         self.hears = True  # whether the drafter is told of steps
         self._rested = 0  # steps since drafts were last thought of
         self._failed = False
@@ -171,7 +173,9 @@ class Drafting:
         tries, self._tries = self._tries, {}
         if self._control is None:
             return
-        alone = not batch.images and all(chunk.decodes for chunk in batch.chunks)
+        before, self._captures = self._captures, Graphs.captures
+        usual = before == self._captures and not batch.images
+        alone = usual and all(chunk.decodes for chunk in batch.chunks)
         outcomes = [Outcome(n, t.wanted, t.rows, t.accepted) for n, t in tries.items()]
         saved = self._control.stepped(
             seconds if alone else None, len(batch.chunks), outcomes, self._seconds if tries else 0.0

@@ -23,6 +23,8 @@ class Graphs:
     """They share their memory: only one runs at a time, and what it has returned is there until
     the next is run. `what` they are is said when they cannot be captured."""
 
+    captures = 0  # by all of them: while one is captured, all wait, as they never will again
+
     def __init__(self, device: torch.device, what: str, *, must: bool, priority: int = 0) -> None:
         """`must`: what cannot be captured is an error; otherwise it is never tried again."""
         self.enabled = device.type == "cuda"
@@ -49,6 +51,7 @@ class Graphs:
         return out
 
     def _capture(self, compute: Callable[[], Tensor]) -> tuple[Any, Tensor] | None:
+        Graphs.captures += 1
         compute()  # compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

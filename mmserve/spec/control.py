@@ -21,11 +21,12 @@ from mmserve.spec.costs import Curve, bucket_of
 
 GAIN = 1.05  # times as many tokens a second, or no drafts
 PROBE = 4  # tokens of a draft that only looks whether things have changed
-PROBED = 8  # one sequence in so many has one, where the whole batch goes without
+PROBED = 8  # one sequence in so many of a crowd has one, where the whole batch goes without
 WAIT, LONGEST_WAIT = 8, 256  # steps between probes
 LEAP = 2  # times as many rows as were ever measured, at most: beyond that, costs are a guess
 STAKE = 0.0075  # of all time may be lost to drafts that did not pay
 DEBT, CREDIT = 4, 64  # steps' time: what was lost, or saved, beyond that counts no more
+CROWD = 8  # sequences: where more are, what only looks whether drafts pay is saved up for first
 FAIR, RECENT = 8, 16  # steps that a spell gets before it is judged, and by which it is
 STREAK = 8  # tokens right in a row: a good stretch, so ask for as many
 SEQUENCE_MEMORY, ENGINE_MEMORY = 32, 100  # drafts
@@ -120,9 +121,11 @@ class Control:
             return {}
         spell = self._spells.setdefault(bucket_of(size), _Spell())
         due = not spell.drafting and spell.due()
-        if not spell.drafting:
-            new = not due and any(id not in self._tried for id, _ in contexts)
-            if self._credits.get(bucket_of(size), 0.0) < 0 or not (due or new):
+        begun = spell.drafting and (spell.steps or size <= CROWD)
+        if not begun and self._credit(size) < self._price(size):
+            return {}
+        if not spell.drafting and not due:
+            if size > CROWD or all(id in self._tried for id, _ in contexts):
                 return {}
         known = {id: self._sequence(id, image) for id, image in contexts}
         if due:
@@ -177,6 +180,15 @@ class Control:
         if spell is not None:
             spell.brought(max(saved - (GAIN - 1) * seconds, lost))
         return saved
+
+    def _credit(self, size: int) -> float:
+        """Seconds that drafts may yet lose at this size of a batch."""
+        return self._credits.get(bucket_of(size), 0.0)
+
+    def _price(self, size: int) -> float:
+        """Seconds to have before a spell begins. Of few sequences a new one is worth a look, and a
+        loss is paid off afterwards; many are nearly always better off without."""
+        return (self._plain.at(size) or 0.0) if size > CROWD else 0.0
 
     def forget(self, id: str) -> None:
         """A sequence has ended; it may be one that was never seen."""
@@ -263,11 +275,13 @@ class Control:
         return lengths
 
     def _probes(self, known: dict[str, _Known], length: int) -> dict[str, int]:
-        """Drafts for a few, though they should not pay: new sequences, and the most promising."""
+        """Drafts for a few, though they should not pay: new sequences, and the most promising. Few
+        have them all: most of what drafts cost is the same for one of them."""
         order = sorted(
             known, key=lambda id: (id in self._tried, -sum(known[id].acceptance.survival))
         )
-        return dict.fromkeys(order[: max(len(order) // PROBED, 1)], self._whole(length))
+        count = len(order) if len(order) <= CROWD else len(order) // PROBED
+        return dict.fromkeys(order[:count], self._whole(length))
 
     def _whole(self, length: int) -> int:
         """Rounded up to whole units, as far as drafts go."""

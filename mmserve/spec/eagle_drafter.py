@@ -27,6 +27,7 @@ WINDOW = 256  # tokens that the head sees
 BRANCHES = 8  # of a tree at each level, at most: half as many as it has tokens
 LEVELS = (2, 5, 8, 16)  # how deep captured drafts are
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # sequences; more are not captured
+REHEARSED = 4  # of these are captured from the start
 
 
 class _Inputs(NamedTuple):
@@ -121,7 +122,8 @@ class EagleDrafter:
         assert 0 <= most <= MOST_TOKENS, "no draft of that size"
         c = head.config
         self._head, self._parts, self._most = head, parts, most
-        self._kv = HeadKV(window, c.num_kv_heads, c.head_dim, parts.device, parts.dtype)
+        room = BUCKETS[-1] if parts.captures.enabled else 0
+        self._kv = HeadKV(window, c.num_kv_heads, c.head_dim, parts.device, parts.dtype, room)
         self._growth = Growth(head, self._embed, self._kv, parts.likeliest)
         self._tails: dict[str, _Tail] = {}
         self._inputs: dict[tuple[Hashable, int], _Inputs] = {}
@@ -129,6 +131,21 @@ class EagleDrafter:
     @property
     def taps(self) -> tuple[int, ...]:
         return self._head.config.taps
+
+    @torch.inference_mode()
+    def rehearse(self, length: int) -> None:
+        """Capture what drafts of up to `length` for few sequences take, before anybody waits."""
+        if not self._parts.captures.enabled:
+            return
+        c = self._head.config
+        features = torch.zeros(1, len(c.taps) * c.hidden_size, dtype=self._parts.dtype)
+        nobody = _nobody(features.to(self._parts.device))
+        for count in BUCKETS:
+            self._launch("known", [nobody] * count, 1, self._absorb)
+        reach = next((level for level in LEVELS if level >= length), length)
+        for level in (level for level in LEVELS if level <= reach):
+            for count in BUCKETS[:REHEARSED]:
+                self._grow([nobody] * count * (level + 1), level + 1, level)
 
     # -- what is known ----------------------------------------------------------------------------
 
@@ -189,18 +206,23 @@ class EagleDrafter:
 
     def _grown(self, tails: Sequence[tuple[_Tail, Context]], length: int) -> Tensor:
         """[B, 2, N] as `Growth.grow` says."""
-        width = min(BRANCHES, max(self._most // 2, 1))
-        shape, most = Size(length, width, self._most or length), length + 1
+        most = length + 1
         waiting = [tail.waiting(context)[-self._kv.size :] for tail, context in tails]
         if early := [token for tokens in waiting for token in tokens[:-most]]:
             self._launch("known", early, 1, self._absorb)
         if not self._parts.captures.enabled:
             most = min(most, max(map(len, waiting)))
-        late = []
+        late: list[_Token] = []
         for (tail, _), tokens in zip(tails, waiting, strict=True):
             features, row, *_ = tokens[-1]
             late += [_nobody(features)] * (most - len(tokens)) + tokens[-most:]
             tail.fresh, tail.last = [], _Piece(features, (row,))
+        return self._grow(late, most, length)
+
+    def _grow(self, tokens: Sequence[_Token], most: int, length: int) -> Tensor:
+        """The same behind the last of each `most` of the tokens."""
+        width = min(BRANCHES, max(self._most // 2, 1))
+        shape = Size(length, width, self._most or length)
 
         def grow(features: Tensor, at: Tensor) -> Tensor:
             grown = self._growth.grow(features, at, shape, most)
@@ -210,7 +232,7 @@ class EagleDrafter:
                 each[..., : grown.shape[2]] = planted(grown, length)
             return grown
 
-        return self._launch(shape, late, most, grow)
+        return self._launch(shape, tokens, most, grow)
 
     def _launch(
         self,

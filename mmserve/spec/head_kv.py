@@ -23,11 +23,13 @@ class HeadKV:
         head_dim: int,
         device: torch.device,
         dtype: torch.dtype,
+        room: int = 0,
     ) -> None:
+        """`room`: for so many sequences nothing moves."""
         self.size = size
-        shape = (1, size, 2 * num_kv_heads, head_dim)
+        shape = (1 + room, size, 2 * num_kv_heads, head_dim)
         self.rings = torch.zeros(shape, device=device, dtype=dtype)
-        self._free: list[int] = []
+        self._free = list(range(room, 0, -1))
 
     @property
     def is_full(self) -> bool:

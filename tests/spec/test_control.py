@@ -102,6 +102,21 @@ def test_a_large_batch_loses_less_than_one_percent(count: int, right: float) -> 
     assert gain > 0.99
 
 
+def test_a_crowd_that_comes_and_goes_is_not_tried_anew_with_each_who_comes() -> None:
+    """64 sequences of 20 steps each: somebody new every third of a step."""
+    machine = Machine(Control(8), lambda n: 2.5, lambda n: 5.0)
+    plans = 0
+    for step in range(600):
+        contexts = [(str(n), False) for n in range(3 * step, 3 * step + 64)]
+        plan = machine.control.plan(contexts)
+        outcomes = [Outcome(id, wanted, wanted, 0) for id, wanted in plan.items()]
+        machine.control.stepped(5.0 if plan else 2.5, 64, outcomes)
+        for gone in range(3 * step, 3 * step + 3):
+            machine.control.forget(str(gone))
+        plans += bool(plan)
+    assert 0 < plans < 8
+
+
 def test_wrong_guesses_switch_drafts_off_and_right_ones_on_again() -> None:
     machine = gpu()
     gain, plans = machine.run(500, ids(1), lambda id: 0.9)

@@ -201,6 +201,23 @@ def test_captured_drafts_are_those_that_are_launched(most: int) -> None:
         assert plain == captured and None not in plain
 
 
+def test_what_was_rehearsed_is_there_when_it_is_asked_for() -> None:
+    head = _scoring(random_eagle(True).requires_grad_(False))
+    captures = Replayed()
+    rehearsed = EagleDrafter(head, dataclasses.replace(PARTS, captures=captures), most=9)
+    rehearsed.rehearse(5)
+    made, drafters = set(captures.made), [EagleDrafter(head, PARTS, most=9), rehearsed]
+    wants = []
+    for number in range(3):
+        who, states = context(str(number), tokens(30, number)), features(29, head, number)
+        for drafter in drafters:
+            drafter.landed(who, told(0, states))
+        wants.append(Wanted(who, 5))
+    plain, captured = (drafter.propose(wants) for drafter in drafters)
+    assert plain == captured and None not in plain
+    assert set(captures.made) == made
+
+
 @pytest.mark.parametrize("most", [0, 9])
 def test_drafts_stand_on_the_device_before_anybody_has_read_them(most: int) -> None:
     head = _scoring(random_eagle(True).requires_grad_(False))
