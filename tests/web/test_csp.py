@@ -39,6 +39,12 @@ window.violations = [];
 document.addEventListener('securitypolicyviolation', (event) =>
   window.violations.push(`${event.effectiveDirective} ${event.blockedURI} ${event.sample}`));
 """
+# Each loaded when it is first opened, in both languages.
+DIALOGS = [
+    re.compile("^(Settings|设置)"),
+    re.compile("^(Keyboard shortcuts|键盘快捷键)"),
+    re.compile("^(Pictures of this chat|本对话的图片)"),
+]
 # What an attacker who got markup into the page would try.
 ATTACK = """() => {
   const put = (tag, set) => {
@@ -123,6 +129,11 @@ def test_a_chat_with_all_kinds_of_content_violates_nothing(
     tab.page.get_by_role("button", name=re.compile("^(View|查看) (Picture|图片) 1")).click()
     tab.settle()
     tab.page.keyboard.press("Escape")
+    for name in DIALOGS:
+        tab.page.get_by_role("button", name=name).first.click()
+        expect(tab.page.get_by_role("dialog", name=name)).to_be_visible()
+        tab.page.keyboard.press("Escape")
+    assert violations(tab.page) == []
     tab.page.reload()
     tab.page.wait_for_selector("article")
     tab.settle()

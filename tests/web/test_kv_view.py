@@ -138,6 +138,17 @@ def test_pages_are_read_by_keys_and_heard(serve: Serve, visit: Visit) -> None:
     expect(page.locator(".details")).to_contain_text("Branch")
 
 
+def test_the_chat_page_loads_nothing_of_the_view(serve: Serve, visit: Visit) -> None:
+    server = serve()
+    tab = visit(server.url)
+    asked: list[str] = []
+    tab.page.on("request", lambda request: asked.append(request.url))
+    tab.page.reload()
+    tab.page.wait_for_selector("textarea")
+    scripts = [url for url in asked if url.endswith(".js")]
+    assert scripts and not [url for url in asked if "/kv" in url]
+
+
 def test_the_socket_is_closed_while_the_tab_is_hidden(serve: Serve, visit: Visit) -> None:
     server = serve()
     page = look(visit, server).page
