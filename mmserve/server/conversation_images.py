@@ -118,7 +118,7 @@ async def _change(request: Request, how: Change, *, fetch: bool = False) -> Resp
     body = await _json(services, turn, images)
     elsewhere = any(image["state"] != ACTIVE for image in body["data"])
     if turn.history().state.forgotten != before or (fetch and elsewhere):
-        work = _upkeep(services, turn).prefill(turn.history(), durable=turn.durable)
+        work = _upkeep(services, turn).prefill(turn, turn.history())
         services.spawn(work, instead_of=f"layout of {turn.id}")
     return JSONBody(body)
 

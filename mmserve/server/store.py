@@ -271,8 +271,9 @@ class ResponseStore:
         return turn
 
     def conversation(self, id: str) -> str | None:
-        """What a response belongs to, whoever asked for it; None: it is not stored."""
-        turn = self._turns.get(id)
+        """What a response, or a request made for it (`upkeep.request_id`), belongs to, whoever
+        asked for it; None: it is not stored."""
+        turn = self._turns.get(id.rpartition(".")[2])
         return None if turn is None else turn.conversation
 
     def get(self, id: str, owner: str) -> Turn:

@@ -32,6 +32,11 @@ ASK = (
 PREFILL = SamplingParams(max_tokens=1, temperature=0.0)
 
 
+def request_id(kind: str, turn: Turn) -> str:
+    """Of a request that nobody made, for a turn; `ResponseStore.conversation` knows it."""
+    return f"{new_id(kind)}.{turn.id}"
+
+
 class Cut(NamedTuple):
     whole: History
     kept: History
@@ -76,7 +81,7 @@ class Upkeep:
         kept = turn.kept
         # A newest turn that fills the window is left out as soon as there is a newer one.
         if kept is not None and not turn.continued and text_tokens(kept) <= window:
-            await self.prefill(kept, durable=turn.durable)
+            await self.prefill(turn, kept)
 
     async def _summarise(self, turn: Turn, cuts: Sequence[Cut], limit: int) -> None:
         summary, missing = cuts[0].kept.state.summary, None
@@ -84,7 +89,7 @@ class Upkeep:
             for cut in cuts:
                 state = replace(cut.whole.state, summary=summary)
                 gone = dropped(cut.whole, cut.kept)
-                summary = await self._ask(replace(gone, state=state), limit)
+                summary = await self._ask(turn, replace(gone, state=state), limit)
         except RequestError as error:
             missing = f"The summary could not be written: {error.message}"
         late = cuts[-1].kept.late
@@ -97,14 +102,15 @@ class Upkeep:
         except StorageUnavailableError:
             log.warning("the summary of %s is not stored", turn.id)
 
-    async def _ask(self, gone: History, limit: int) -> str:
+    async def _ask(self, turn: Turn, gone: History, limit: int) -> str:
         """The dropped turns are a prefix of what was just computed, and so is their KV, unless an
         earlier summary came late."""
         messages = await render(gone, self.instructions)
         messages.append(Message("user", (TextPart(ASK),)))
         prompt = await self._prepare(messages)
         params = SamplingParams(max_tokens=limit, temperature=0.0)
-        generation = self.services.engine.submit(new_id("summary"), prompt, params)
+        id = request_id("summary", turn)
+        generation = self.services.engine.submit(id, prompt, params)
         pieces: list[str] = []
         try:
             async for event in generation:
@@ -117,16 +123,14 @@ class Upkeep:
             raise RequestError("The model said nothing.")
         return text
 
-    async def prefill(self, history: History, *, durable: bool) -> None:
-        """Compute the KV of a layout, behind all that is asked for; a refusal is no harm.
-
-        `durable`: it may be kept on disk.
-        """
+    async def prefill(self, turn: Turn, history: History) -> None:
+        """Compute the KV of a layout that continues a turn, behind all that is asked for; a refusal
+        is no harm."""
         try:
             prompt = await self._prepare(await render(history, self.instructions))
-            id = new_id("prefill")
+            id = request_id("prefill", turn)
             generation = self.services.engine.submit(
-                id, prompt, PREFILL, prefill_only=True, durable=durable
+                id, prompt, PREFILL, prefill_only=True, durable=turn.durable
             )
         except RequestError as error:
             log.info("a new layout is not computed ahead: %s", error.message)

@@ -71,6 +71,20 @@ def test_a_watcher_hears_the_whole_first_and_then_what_changes(server: Running) 
         assert (new["request"], new["session"]) == (second, first)
 
 
+def test_what_is_computed_for_a_conversation_belongs_to_it(server: Running) -> None:
+    first = ask(server, png("a"))
+    second = ask(server, png("b"), previous=first)
+    with httpx.Client(base_url=server.url, headers=bearer(KEY)) as client:
+        sha = hashlib.sha256(png("a")).hexdigest()
+        path = f"/v1/responses/{second}/images/{sha}/forget"
+        assert client.post(path).status_code == 200
+    assert server.idle()  # the new layout has been computed
+    with watch(server) as socket:
+        owners = told(socket)["owners"]
+    assert len({owner["request"] for owner in owners}) == 3
+    assert {owner["session"] for owner in owners} == {first}
+
+
 def test_nobody_looks_at_the_pools_while_nobody_watches(server: Running) -> None:
     engine = server.engine
     ask(server)

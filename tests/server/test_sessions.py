@@ -124,6 +124,19 @@ def test_text_never_grows_far_beyond_the_window_and_pictures_stay(begin: Start) 
     assert session["approximate"] is False
 
 
+def test_a_conversation_keeps_its_name_over_cuts(begin: Start) -> None:
+    running = begin()
+    turns = talk(running, 12, {"session_policy": {"window": WINDOW}})
+    assert turns[-1]["session"]["dropped_items"] > 0
+    other = ask(running, "another one")
+    assert running.idle()
+    named = running.services.responses.conversation
+    ahead = [id for id in running.engine.ids if id.startswith("prefill")]
+    assert ahead and {named(id) for id in ahead} == {turns[0]["id"]}
+    assert {named(turn["id"]) for turn in turns} == {turns[0]["id"]}
+    assert named(other["id"]) == other["id"] and named("resp_none") is None
+
+
 def test_cuts_are_rare_and_go_down_to_half(begin: Start) -> None:
     running = begin()
     turns = talk(running, 12, {"session_policy": {"window": WINDOW}})
