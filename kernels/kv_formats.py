@@ -240,7 +240,7 @@ def decode_pages(tiles: Tensor, kind: KVFormat, part: Part, page_size: int, dim:
         elements, scales = token_views(tiles, kind, page_size, dim)
         return elements.contiguous().view(kind.dtype).float() * scales.float()[..., None]
     size = kind.data_bytes(page_size, dim)
-    packed = tiles[..., :size].view(*tiles.shape[:-1], page_size, -1)
+    packed = tiles[..., :size].view(*tiles.shape[:-1], page_size, dim // kind.parts)
     mask = 2**kind.bits - 1
     pieces = [packed >> (i * kind.bits) & mask for i in range(kind.parts)]
     levels = torch.cat(pieces, -1).float()
@@ -250,7 +250,8 @@ def decode_pages(tiles: Tensor, kind: KVFormat, part: Part, page_size: int, dim:
         for at in (size, size + 2 * groups)
     )
     levels = levels.transpose(-1, -2) if part == "k" else levels
-    found = levels.reshape(*scale.shape, -1) * scale[..., None] + low[..., None]
+    each = page_size * dim // groups
+    found = levels.reshape(*scale.shape, each) * scale[..., None] + low[..., None]
     if kind.outliers:
         at = size + 4 * groups
         value = tiles[..., at : at + 2 * groups].view(torch.bfloat16).float()

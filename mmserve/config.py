@@ -53,11 +53,20 @@ class ModelConfig:
     chat_template: Path | None = None
 
 
+# Of KV (mmserve.kernels.kv_formats), those of which a page is stored as a whole, and the others.
+WHOLE_PAGE_FORMATS = ("int4", "int2", "int4_outliers", "int2_outliers")
+TOKEN_FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
+WHOLE_PAGE = 64  # tokens of such a page: its scales are then an eighth of an element's 4 bits
+
+
 @dataclass(frozen=True)
 class CacheConfig:
-    """The two KV pools: budgets in bytes, pages in tokens."""
+    """The two KV pools: budgets in bytes, pages in tokens. Raises ValueError for what cannot be."""
 
     page_size: int = 16
+    text_format: str = "auto"
+    vision_format: str = "auto"
+    skip_layers: tuple[int, ...] = ()  # decoder layers whose KV stays as the model computes it
     text_bytes: int = 1 * GIB
     vision_bytes: int = GIB // 2
     # What the vision tower made of images, for when they are seen behind other text.
@@ -65,6 +74,22 @@ class CacheConfig:
     prefix_caching: bool = True
     # Fingerprints of weights whose KV files are taken for these weights', which is approximate.
     kv_compatible_with: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, name, known in (
+            ("text", self.text_format, TOKEN_FORMATS),
+            ("vision", self.vision_format, TOKEN_FORMATS + WHOLE_PAGE_FORMATS),
+        ):
+            if name not in known:
+                raise ValueError(f"KV of {what} cannot be {name!r}; known are {', '.join(known)}")
+
+    @property
+    def formats(self) -> str:
+        """What of this keys of KV contain; empty where all is plain."""
+        kinds = (self.text_format, self.vision_format)
+        if kinds == ("auto", "auto"):
+            return ""
+        return " ".join(("kv", *kinds, *map(str, sorted(self.skip_layers))))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from pathlib import Path
 from mmserve import flags
 from mmserve.config import (
     METHODS,
+    TOKEN_FORMATS,
+    WHOLE_PAGE,
+    WHOLE_PAGE_FORMATS,
     CacheConfig,
     EngineConfig,
     ImageLimits,
@@ -76,6 +79,25 @@ def _add_pool_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--kv-cache-memory-bytes", type=flags.size, default=cache.text_bytes, help="text KV pool")
     add("--vision-kv-cache-memory-bytes", type=flags.size, default=cache.vision_bytes)
+    add(
+        "--kv-cache-dtype",
+        default=cache.text_format,
+        choices=TOKEN_FORMATS,
+        help="of text KV; auto: as the model computes it (docs/kv-quantisation.md)",
+    )
+    add(
+        "--vision-kv-cache-dtype",
+        default=cache.vision_format,
+        choices=TOKEN_FORMATS + WHOLE_PAGE_FORMATS,
+        help="of images' KV",
+    )
+    add(
+        "--kv-cache-dtype-skip-layers",
+        type=flags.layers,
+        default=cache.skip_layers,
+        metavar="LIST",
+        help="decoder layers whose KV stays as the model computes it, such as 0,1,29",
+    )
     add("--no-enable-prefix-caching", action="store_true")
     add("--max-num-seqs", type=flags.count, default=steps.max_num_seqs)
     add("--max-num-batched-tokens", type=flags.count, default=steps.max_num_batched_tokens)
@@ -136,6 +158,7 @@ def tier_config(args: argparse.Namespace, folder: Path | None) -> TierConfig:
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's part of the configuration from parsed flags."""
     base = os.environ.get("XDG_CACHE_HOME")
+    whole = args.vision_kv_cache_dtype in WHOLE_PAGE_FORMATS
     cache_dir = args.cache_dir or (Path(base) / "mmserve" if base else None)
     return EngineConfig(
         model=ModelConfig(
@@ -157,6 +180,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         cache=CacheConfig(
             text_bytes=args.kv_cache_memory_bytes,
             vision_bytes=args.vision_kv_cache_memory_bytes,
+            page_size=WHOLE_PAGE if whole else CacheConfig.page_size,
+            text_format=args.kv_cache_dtype,
+            vision_format=args.vision_kv_cache_dtype,
+            skip_layers=args.kv_cache_dtype_skip_layers,
             prefix_caching=not args.no_enable_prefix_caching,
         ),
         scheduler=SchedulerConfig(

@@ -37,6 +37,14 @@ def count(text: str) -> int:
     return int(text)
 
 
+def layers(text: str) -> tuple[int, ...]:
+    """`0,1,29`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers such as 0,1,29")
+    return tuple(sorted({int(part) for part in parts}))
+
+
 def port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 (any free one) to 65535")

@@ -5,7 +5,8 @@ Owns `LayerGroup` only. No torch; knows nothing of pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,21 @@ class LayerGroup:
     window: int | None = None
     text: bool = True
     images: bool = True
+
+
+def set_apart(groups: Sequence[LayerGroup], layers: Collection[int]) -> tuple[LayerGroup, ...]:
+    """The same layers, but those of `layers` in groups of their own.
+
+    Raises ValueError where there is no such layer.
+    """
+    known = sorted(layer for group in groups for layer in group.layers)
+    if missing := sorted(set(layers) - set(known)):
+        raise ValueError(f"there is no layer {missing[0]}: the model has {known[0]} to {known[-1]}")
+
+    def split(group: LayerGroup) -> Iterator[LayerGroup]:
+        for apart in (False, True):
+            own = tuple(layer for layer in group.layers if (layer in layers) is apart)
+            if own:
+                yield replace(group, layers=own)
+
+    return tuple(part for group in groups for part in split(group))

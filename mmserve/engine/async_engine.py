@@ -99,7 +99,8 @@ def build_engine(config: EngineConfig) -> Engine:
     if native:
         return Engine(config, load(model))
     checkpoint = open_named(model)
-    border = build_border(checkpoint, config.images, dtype=dtype)
+    held = dtype + config.cache.formats
+    border = build_border(checkpoint, config.images, dtype=held)
     return Engine(config, load(model, pools, checkpoint), border)
 
 

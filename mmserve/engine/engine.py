@@ -85,7 +85,8 @@ class Engine:
         self.energy = board_meter(loaded, self.metrics)
         self.runner = build_runner(loaded, config)
         self.scheduler = build_scheduler(config, self.runner, loaded.max_model_len)
-        border = border or build_border(loaded, config.images, dtype=self.runner.dtype)
+        dtype = self.runner.dtype + config.cache.formats
+        border = border or build_border(loaded, config.images, dtype=dtype)
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
         owner = Owner(self.kv.identity, self._compatible)
         self.tiers = build_tiers(config.tiers, owner, self.runner, self.scheduler, self.metrics)

@@ -14,8 +14,9 @@ from mmserve.cache.kv_pool import TextKVPool, VisionKVPool
 from mmserve.cache.radix_node import HOLE
 from mmserve.engine.page_copy import gather, scatter
 from mmserve.engine.transfer import upload
+from mmserve.kvfile.header import Kind
 from mmserve.tiers.host_memory import host_memory
-from mmserve.tiers.kv_object import Kind, KVObject, Now, Owner, Parts, Waits
+from mmserve.tiers.kv_object import KVObject, Now, Owner, Parts, Waits
 
 
 class Event:

@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from mmserve.cache.radix_node import HOLE, RadixNode
 from mmserve.engine.kv_lift import Lifter
 from mmserve.engine.kv_objects import KVObjects
+from mmserve.kvfile.header import Kind
 from mmserve.scheduler.holdings import Holdings
 from mmserve.sequence import Sequence as Seq
 from mmserve.tiers.cost import Costs
-from mmserve.tiers.kv_object import Kind, KVObject
+from mmserve.tiers.kv_object import KVObject
 from mmserve.tiers.names import RUN_PAGES, image_name, run_names
 from mmserve.tiers.stack import Fetch, Tier, TierStack
 

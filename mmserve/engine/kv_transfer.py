@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mmserve.cache.kv_pool import TextKVPool, VisionKVPool
+from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.radix_node import HOLE, RadixNode
 from mmserve.cache.vision_index import VisionEntry
@@ -52,8 +52,12 @@ def identity_of(
             images=group.images,
             kv_heads=pool.shape.num_kv_heads,
             head_dim=pool.shape.head_dim,
+            text_format=pool.shape.kind.name,
+            image_format=images.shape.kind.name,
+            text_tile=_tile(pool.shape),
+            image_tile=_tile(images.shape),
         )
-        for group, pool in zip(runner.groups, runner.text, strict=True)
+        for group, pool, images in zip(runner.groups, runner.text, runner.vision, strict=True)
     )
     return Identity(
         architecture=runner.adapter.model.config.model_type,
@@ -67,6 +71,10 @@ def identity_of(
         dtype=str(runner.text[0].shape.dtype).removeprefix("torch."),
         groups=groups,
     )
+
+
+def _tile(shape: KVShape) -> int | None:
+    return None if shape.kind.plain else shape.tile[0]
 
 
 def _processor(pipeline: Pipeline) -> str:

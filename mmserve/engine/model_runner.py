@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
-from mmserve.cache.layer_group import LayerGroup
+from mmserve.cache.layer_group import LayerGroup, set_apart
 from mmserve.cache.pool_sizes import text_budgets, vision_budgets
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.feature_cache import Done, FeatureCache
@@ -22,6 +22,7 @@ from mmserve.engine.taps import Heard, Taps
 from mmserve.engine.vision_mode import vision_mode
 from mmserve.errors import first_line
 from mmserve.kernels.chain import has_kernels
+from mmserve.kernels.kv_formats import FORMATS, PLAIN, KVFormat
 from mmserve.kernels.reference import AttentionPlan, angle_table, rope_table, write_kv
 from mmserve.model import attention
 from mmserve.model.adapter import Adapter, Features
@@ -86,7 +87,7 @@ class ModelRunner:
         self.adapter = _adapt(self.lm, loaded)
         self.regimes = self.adapter.regimes
         self.sight = loaded.sight if isinstance(loaded, LoadedModel) else self.adapter.sight
-        self.groups = self.adapter.groups
+        self.groups = set_apart(self.adapter.groups, cache.skip_layers)
         self.mode = vision_mode(
             model.vision_mode,
             self.adapter,
@@ -135,31 +136,34 @@ class ModelRunner:
         self, cache: CacheConfig, steps: SchedulerConfig
     ) -> tuple[tuple[TextKVPool, ...], tuple[VisionKVPool, ...]]:
         """By layer group."""
-        shapes = [self._shape(group, cache.page_size) for group in self.groups]
-        sizes = [shape.page_bytes for shape in shapes]
+        own, seen = (
+            [self._shape(group, cache, FORMATS[name]) for group in self.groups]
+            for name in (cache.text_format, cache.vision_format)
+        )
         text = text_budgets(
             self.groups,
-            sizes,
+            [shape.page_bytes for shape in own],
             cache.text_bytes,
             page_size=cache.page_size,
             max_num_seqs=steps.max_num_seqs,
             max_num_batched_tokens=steps.max_num_batched_tokens,
         )
+        sizes = [shape.page_bytes for shape in seen]
         vision = vision_budgets(self.groups, sizes, cache.vision_bytes)
-        return (
-            tuple(map(TextKVPool, shapes, text)),
-            tuple(map(VisionKVPool, shapes, vision)),
-        )
+        return tuple(map(TextKVPool, own, text)), tuple(map(VisionKVPool, seen, vision))
 
-    def _shape(self, group: LayerGroup, page_size: int) -> KVShape:
+    def _shape(self, group: LayerGroup, cache: CacheConfig, kind: KVFormat) -> KVShape:
         layer = self.adapter.layers[group.layers[0]]
+        if kind.bits and layer.head_dim % kind.parts:
+            raise ValueError(f"heads of {layer.head_dim} dimensions cannot be held in {kind.name}")
         return KVShape(
             num_layers=len(group.layers),
             num_kv_heads=layer.kv_heads,
             head_dim=layer.head_dim,
-            page_size=page_size,
+            page_size=cache.page_size,
             dtype=self.adapter.dtype,
             device=self.device,
+            kind=PLAIN if group.layers[0] in cache.skip_layers else kind,
         )
 
     @property

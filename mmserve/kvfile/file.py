@@ -95,12 +95,11 @@ def _header(metadata: Mapping[str, str]) -> KVHeader:
 
 
 def _check(name: str, tensor: Tensor, header: KVHeader) -> None:
-    shape = header.shapes()[name]
+    shape, wanted = header.shapes()[name], header.dtypes()[name]
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if tuple(tensor.shape) != shape or dtype != header.identity.dtype:
+    if tuple(tensor.shape) != shape or dtype != wanted:
         raise KVFileError(
-            f"tensor {name} is {dtype} {list(tensor.shape)}; "
-            f"the header says {header.identity.dtype} {list(shape)}"
+            f"tensor {name} is {dtype} {list(tensor.shape)}; the header says {wanted} {list(shape)}"
         )
     if checksum(tensor) != header.checksums[name]:
         raise KVFileError(f"tensor {name} is damaged: its checksum is another")

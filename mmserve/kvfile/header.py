@@ -10,14 +10,16 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 FORMAT = "mmserve-kv"
-VERSION = 1
+VERSION = 2
 
 OF_WEIGHTS = ("weights", "weights_dtype", "processor")  # words of an identity
 
+Kind = Literal["text", "image"]
 Shape = tuple[int, ...]
+PLAIN = "auto"  # the format that is no other: as the model computes
 
 
 class KVFileError(ValueError):
@@ -34,7 +36,11 @@ class KVMismatchError(KVFileError):
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share page tables, as `LayerGroup`, and what one token takes in each of them."""
+    """Layers that share page tables, as `LayerGroup`, and what one token takes in each of them.
+
+    `text_format`, `image_format`: by the names of mmserve.kernels.kv_formats; `text_tile`,
+    `image_tile`: bytes of one head's page of K, or of V, in them, None where they are plain.
+    """
 
     layers: tuple[int, ...]
     window: int | None
@@ -42,6 +48,13 @@ class Group:
     images: bool
     kv_heads: int
     head_dim: int
+    text_format: str = PLAIN
+    image_format: str = PLAIN
+    text_tile: int | None = None
+    image_tile: int | None = None
+
+    def tile(self, kind: Kind) -> int | None:
+        return self.text_tile if kind == "text" else self.image_tile
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,7 @@ class Identity:
     """All that keys and values depend on beside tokens and images. Equal identities: equal KV.
 
     `weights`, `tokenizer`, `processor`: fingerprints, hexadecimal. `weights_dtype`: how the weights
-    are held; `dtype`: how KV is; `scales`: of quantised KV, none in this version.
+    are held; `dtype`: how the model computes KV, and holds it where a format is plain.
     """
 
     architecture: str
@@ -62,7 +75,17 @@ class Identity:
     page_size: int
     dtype: str
     groups: tuple[Group, ...]
-    scales: None = None
+
+    def shape(self, group: int, kind: Kind, pages: int) -> Shape:
+        """[layers, 2 (K, V), kv_heads, pages, page_size, head_dim], or [..., bytes of a tile]."""
+        own = self.groups[group]
+        tile = own.tile(kind)
+        rest = (self.page_size, own.head_dim) if tile is None else (tile,)
+        return (len(own.layers), 2, own.kv_heads, pages, *rest)
+
+    def stored(self, group: int, kind: Kind) -> str:
+        """The dtype of such a tensor."""
+        return self.dtype if self.groups[group].tile(kind) is None else "uint8"
 
     def require(self, theirs: Identity, compatible: Collection[str] = ()) -> None:
         """Raises `KVMismatchError`, naming the first word in which a file's identity differs.
@@ -134,21 +157,23 @@ class KVHeader:
         return -(-image.num_tokens // self.identity.page_size)
 
     def shapes(self) -> dict[str, Shape]:
-        """Every tensor of the file: [layers, 2 (K, V), kv_heads, pages, page_size, head_dim]."""
-        found: dict[str, Shape] = {}
+        """Every tensor of the file, as `Identity.shape` has them."""
+        held = self._held()
+        return {name: self.identity.shape(g, kind, pages) for name, g, kind, pages in held}
+
+    def dtypes(self) -> dict[str, str]:
+        """Of the same tensors."""
+        return {name: self.identity.stored(g, kind) for name, g, kind, _ in self._held()}
+
+    def _held(self) -> Iterator[tuple[str, int, Kind, int]]:
+        """Of every tensor: its name, group, kind and pages."""
         for n, run in enumerate(self.runs):
             for g, pages in enumerate(run.pages):
                 if pages:
-                    found[text_name(n, g)] = self._shape(g, len(pages))
+                    yield text_name(n, g), g, "text", len(pages)
         for n, image in enumerate(self.images):
             for g in image.groups:
-                found[image_name(n, g)] = self._shape(g, self.image_pages(image))
-        return found
-
-    def _shape(self, group: int, pages: int) -> Shape:
-        own = self.identity.groups[group]
-        heads, size = own.kv_heads, self.identity.page_size
-        return (len(own.layers), 2, heads, pages, size, own.head_dim)
+                yield image_name(n, g), g, "image", self.image_pages(image)
 
     def to_json(self) -> str:
         words = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
@@ -234,8 +259,6 @@ def identity_from(words: Mapping[str, Any]) -> Identity:
         _need(name, getattr(made, name), str)
     if _need("page_size", made.page_size, int) < 1 or not groups:
         raise KVFileError("page_size or groups: there are none")
-    if made.scales is not None:
-        raise KVFileError(f"scales: version {VERSION} has none")
     return made
 
 
@@ -244,6 +267,12 @@ def _group(words: Mapping[str, Any]) -> Group:
     for name in ("kv_heads", "head_dim"):
         if _need(name, getattr(made, name), int) < 1:
             raise KVFileError(f"{name} is {getattr(made, name)}")
+    formats = ((made.text_format, made.text_tile), (made.image_format, made.image_tile))
+    for name, tile in formats:
+        if (_need("a format", name, str) == PLAIN) != (tile is None):
+            raise KVFileError(f"a tile of format {name} is {tile!r}")
+        if tile is not None and _need("a tile", tile, int) < 1:
+            raise KVFileError(f"a tile of format {name} is {tile}")
     return made
 
 

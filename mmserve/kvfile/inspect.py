@@ -36,7 +36,8 @@ def _describe(group: Group) -> str:
     reads = " and ".join(n for n in ("text", "images") if getattr(group, n))
     window = "everything" if group.window is None else f"a window of {group.window} tokens"
     heads = f"{group.kv_heads} KV heads of {group.head_dim}"
-    return f"{len(group.layers)} layers, {heads}, reading {reads}, {window}"
+    formats = f"text in {group.text_format}, images in {group.image_format}"
+    return f"{len(group.layers)} layers, {heads}, reading {reads}, {window}; {formats}"
 
 
 def _texts(file: KVFile) -> Iterator[str]:

@@ -16,23 +16,23 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 
-from mmserve.kvfile.header import Identity, KVFileError, identity_from
+from mmserve.kvfile.header import Identity, Kind, KVFileError, identity_from
 from mmserve.tiers.host_memory import bytes_taken, host_memory
 
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 4096  # bytes: where the payload begins
 MOST_HEADER = 1 << 24  # bytes
 HOT = 1 << 20  # bytes that are read and then summed: they are still in the core's own cache
 
-Kind = Literal["text", "image"]
 Fill = Callable[[memoryview, int], int]  # with what stands so far into a payload; bytes it had
-DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # as safetensors names them
+# As safetensors names them.
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 
 
 class Waits(Protocol):
@@ -85,31 +85,26 @@ class Owner:
     def seed(self) -> bytes:
         return hashlib.sha256("\n".join((self.words, *sorted(self.compatible))).encode()).digest()
 
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        made = getattr(torch, self.identity.dtype)
+    def dtype(self, group: int, kind: Kind) -> torch.dtype:
+        made = getattr(torch, self.identity.stored(group, kind))
         assert isinstance(made, torch.dtype)
         return made
 
-    def shape(self, group: int, num_pages: int) -> tuple[int, ...]:
-        """[layers, 2 (K, V), kv_heads, pages, page_size, head_dim]."""
-        own = self.identity.groups[group]
-        heads, size = own.kv_heads, self.identity.page_size
-        return (len(own.layers), 2, heads, num_pages, size, own.head_dim)
-
     def num_bytes(self, parts: Parts) -> int:
-        return sum(self._bytes(g, len(pages)) for g, pages in parts.pages)
+        return sum(self.bytes_of(g, parts.kind, len(pages)) for g, pages in parts.pages)
 
-    def _bytes(self, group: int, num_pages: int) -> int:
-        return math.prod(self.shape(group, num_pages)) * self.dtype.itemsize
+    def bytes_of(self, group: int, kind: Kind, num_pages: int) -> int:
+        size = self.dtype(group, kind).itemsize
+        return math.prod(self.identity.shape(group, kind, num_pages)) * size
 
     def views(self, parts: Parts, memory: Tensor) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
         """Of each group: its number, its pages, and where in `memory` (uint8) they are."""
         start = 0
         for group, pages in parts.pages:
-            end = start + self._bytes(group, len(pages))
-            shape = self.shape(group, len(pages))
-            yield group, pages, memory[start:end].view(self.dtype).view(shape)
+            end = start + self.bytes_of(group, parts.kind, len(pages))
+            shape = self.identity.shape(group, parts.kind, len(pages))
+            view = memory[start:end].view(self.dtype(group, parts.kind))
+            yield group, pages, view.view(shape)
             start = end
 
 
@@ -155,9 +150,9 @@ def _header(owner: Owner, name: bytes, parts: Parts, checksum: str) -> bytes:
     words: dict[str, Any] = {"__metadata__": said}
     start = 0
     for group, pages in parts.pages:
-        shape = owner.shape(group, len(pages))
-        end = start + math.prod(shape) * owner.dtype.itemsize
-        dtype = DTYPES[owner.identity.dtype]
+        shape = owner.identity.shape(group, parts.kind, len(pages))
+        end = start + owner.bytes_of(group, parts.kind, len(pages))
+        dtype = DTYPES[owner.identity.stored(group, parts.kind)]
         words[f"group.{group}"] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         start = end
     text = _text(words).encode()
