@@ -100,6 +100,8 @@ class Identity:
 
     def words(self) -> Iterator[tuple[str, Any]]:
         """By name, the coarse ones first; a group's by its number."""
+        # Images are known by other names where they are held in another format: this comes first.
+        yield "formats", sorted({(of.text_format, of.image_format) for of in self.groups})
         for own in dataclasses.fields(self):
             if own.name != "groups":
                 yield own.name, getattr(self, own.name)

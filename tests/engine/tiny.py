@@ -103,15 +103,21 @@ def tiny_config(
     text_pages: int = 200,
     vision_pages: int = 40,
     prefix_caching: bool = True,
+    text_format: str = "auto",
+    vision_format: str = "auto",
+    skip_layers: tuple[int, ...] = (),
     **scheduler: int,
 ) -> EngineConfig:
-    """Budgets in pages of 16 tokens; an image takes two."""
+    """Budgets in pages of 16 tokens as float32 would take them; an image takes two."""
     return EngineConfig(
         model=ModelConfig(model="tiny", dtype=dtype),
         cache=CacheConfig(
             text_bytes=text_pages * PAGE_BYTES,
             vision_bytes=vision_pages * PAGE_BYTES,
             prefix_caching=prefix_caching,
+            text_format=text_format,
+            vision_format=vision_format,
+            skip_layers=skip_layers,
         ),
         scheduler=SchedulerConfig(**scheduler),
     )

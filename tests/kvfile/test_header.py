@@ -31,6 +31,10 @@ OTHER_GROUPS: dict[str, Any] = {
     "images": False,
     "kv_heads": 4,
     "head_dim": 8,
+    "text_format": "int8",
+    "image_format": "int4",
+    "text_tile": 48,
+    "image_tile": 64,
 }
 
 
@@ -54,7 +58,7 @@ def test_keys_are_a_sequences_own() -> None:
 
 
 def test_every_word_of_an_identity_is_compared() -> None:
-    assert set(OTHERS) | {"scales"} == set(vars(identity()))
+    assert set(OTHERS) == set(vars(identity()))
     assert set(OTHER_GROUPS) == set(vars(FULL))
     identity().require(identity())
 
@@ -72,15 +76,28 @@ def test_another_geometry_is_refused_by_group_and_word(name: str) -> None:
     other = identity(groups=(FULL, replace(WINDOW, **{name: OTHER_GROUPS[name]})))
     with pytest.raises(KVMismatchError) as refused:
         identity().require(other)
-    assert refused.value.field == f"groups[1].{name}"
-    assert refused.value.theirs == OTHER_GROUPS[name]
+    if name.endswith("_format"):
+        assert refused.value.field == "formats"
+    else:
+        assert refused.value.field == f"groups[1].{name}"
+        assert refused.value.theirs == OTHER_GROUPS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("text_tile", 48), ("image_tile", 0), ("image_format", "int4")]
+)
+def test_a_format_and_its_tile_go_together(name: str, value: Any) -> None:
+    with pytest.raises(KVFileError, match="format"):
+        KVHeader.from_json(
+            changed(lambda said: said["identity"]["groups"][0].update({name: value}))
+        )
 
 
 @pytest.mark.parametrize(
     ("place", "value"),
     [
         ("format", "other"),
-        ("version", 2),
+        ("version", 1),
         ("runs", None),
         ("images", [{}]),
         ("identity", {}),
