@@ -25,17 +25,28 @@ def _weights(at, mask):
 
 
 @triton.jit
-def _mean(x, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    total = tl.zeros([BLOCK_K], tl.float32)
-    for at in tl.static_range(0, K, BLOCK_K):
-        k = at + tl.arange(0, BLOCK_K)
-        total += tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-    return tl.sum(total, 0) / K
+def _put(
+    y, up, n, ok, bias, out, opened, num_plain, BIAS: tl.constexpr, GATED: tl.constexpr,
+    OPENS: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Outputs n [ROWS] from their sums."""
+    if BIAS:
+        y += tl.load(bias + n, mask=ok, other=0.0).to(tl.float32)
+    if GATED:
+        y = opening(y, GELU) * up
+    if OPENS:
+        behind = ok & (n >= num_plain)
+        through = opening(y, GELU).to(opened.dtype.element_ty)
+        tl.store(opened + n - num_plain, through, mask=behind)
+        ok &= n < num_plain
+    if ADD:
+        y += tl.load(out + n, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def _gemv(
-    x, weight, bias, gain, out, opened, eps, num_out, num_plain,
+    x, weight, bias, gain, sums, out, opened, eps, num_out, num_plain,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
     OPENS: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, CHAINED: tl.constexpr,
@@ -57,7 +68,7 @@ def _gemv(
     acc = tl.zeros([ROWS, BLOCK_K], tl.float32)
     acc_up = tl.zeros([ROWS, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    mean = _mean(x, K, BLOCK_K) if CENTRED else 0.0
+    total = tl.zeros([BLOCK_K], tl.float32)
     for at in tl.static_range(0, K, BLOCK_K):
         k = at + tl.arange(0, BLOCK_K)
         mask = ok[:, None] & (k < K)[None, :]
@@ -68,7 +79,7 @@ def _gemv(
         row = tl.load(x + k, mask=k < K, other=0.0)
         row = row.to(tl.float32)
         if CENTRED:
-            row = tl.where(k < K, row - mean, 0.0)
+            total += row
         if NORM:
             squares += row * row
             scale = tl.load(gain + k, mask=k < K, other=0.0)
@@ -77,20 +88,15 @@ def _gemv(
         if GATED:
             acc_up += held_up.to(tl.float32) * row[None, :]
     y = tl.sum(acc, 1)
-    factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps) if NORM else 1.0
+    square = tl.sum(squares, 0) / K
+    if CENTRED:
+        mean = tl.sum(total, 0) / K
+        square -= mean * mean
+        y -= mean * tl.load(sums + n, mask=ok, other=0.0)
+    factor = 1.0 / tl.sqrt(square + eps) if NORM else 1.0
     y = y * factor
-    if BIAS:
-        y += tl.load(bias + n, mask=ok, other=0.0).to(tl.float32)
-    if GATED:
-        y = opening(y, GELU) * (tl.sum(acc_up, 1) * factor)
-    if OPENS:
-        behind = ok & (n >= num_plain)
-        through = opening(y, GELU).to(opened.dtype.element_ty)
-        tl.store(opened + n - num_plain, through, mask=behind)
-        ok &= n < num_plain
-    if ADD:
-        y += tl.load(out + n, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out + n, y.to(out.dtype.element_ty), mask=ok)
+    up = tl.sum(acc_up, 1) * factor
+    _put(y, up, n, ok, bias, out, opened, num_plain, BIAS, GATED, OPENS, GELU, ADD)
 
 
 def _tuning(width: int, norm: bool, gated: bool) -> tuple[int, int]:
@@ -114,7 +120,7 @@ def gemv(
     *,
     bias: Tensor | None = None,
     norm: Norm | None = None,
-    centred: bool = False,
+    centred: Tensor | None = None,
     gated: bool = False,
     opened: Tensor | None = None,
     gate: Gate = "silu",
@@ -122,8 +128,9 @@ def gemv(
 ) -> None:
     """out [1, N] = f(x [1, K] times weight [N, K], rows contiguous).
 
-    `norm`, of K: x is RMS-normalised first; `centred`: less its mean before, which makes a layer
-    norm of it, whose bias is a matter of the product's. `bias` [N]. `gated`: weight is [2 N, K],
+    `norm`, of K: x is RMS-normalised first; `centred` float32, the sums of each of weight's rows
+    times the gains: x is less its mean before, which makes a layer norm of it, whose bias is a
+    matter of the product's. `bias` [N]. `gated`: weight is [2 N, K],
     what opens the gate above what goes through it. `opened` [1, M]: weight is [N + M, K], and bias
     [N + M]; the outputs behind N go through the gate, and here. `add`: out is added to instead of
     written.
@@ -132,12 +139,13 @@ def gemv(
     num_out = num_plain + (0 if opened is None else opened.shape[1])
     assert x.shape == (1, width) and weight.is_contiguous() and weight.shape[0] >= num_out
     assert not (gated and (bias is not None or opened is not None)), "no model has both"
-    assert norm is not None or not centred
+    assert norm is not None or centred is None
     rows, block = _tuning(width, norm is not None, gated)
     gain, eps = norm or (x, 0.0)
     _gemv[(triton.cdiv(num_out, rows),)](
-        x, weight, x if bias is None else bias, gain, out, out if opened is None else opened, eps,
-        num_out, num_plain, K=width, ROWS=rows, BLOCK_K=block, NORM=norm is not None,
-        CENTRED=centred, BIAS=bias is not None, GATED=gated, OPENS=opened is not None,
-        GELU=gate == "gelu", ADD=add, num_warps=4, **chained(x.device),
+        x, weight, x if bias is None else bias, gain, x if centred is None else centred, out,
+        out if opened is None else opened, eps, num_out, num_plain, K=width, ROWS=rows,
+        BLOCK_K=block, NORM=norm is not None, CENTRED=centred is not None, BIAS=bias is not None,
+        GATED=gated, OPENS=opened is not None, GELU=gate == "gelu", ADD=add, num_warps=4,
+        **chained(x.device),
     )  # fmt: skip

@@ -47,7 +47,9 @@ class CUDAHeads:
         text, vision = step.pools(self.index)
         num_heads = qkv.shape[1] // self.head_dim - 2 * text.k.shape[0]
         q = qkv.new_empty(len(qkv), num_heads, self.head_dim)
-        if step.lone:
+        # By heads alone what several share is read by each: of a long context only where two do.
+        shared = num_heads > 2 * text.k.shape[0] and not step.launch.few
+        if step.lone and not shared and text.kind.plain and vision.kind.plain:
             read = q if out is None else out.view(q.shape)
             how: dict[str, Any] = {"norm": self.norm, "rotary": rotary, "softcap": self.softcap}
             step.read_row(self.index, qkv, turns, self.scaling, read, **how)

@@ -32,8 +32,10 @@ class CUDAParallelLayer(nn.Module):
         self.last = torch.cat((attend.dense.weight, mlp.fc2.weight), 1).detach()
         self.last_bias = (attend.dense.bias + mlp.fc2.bias).detach()
         self.inner: int = mlp.fc1.out_features
-        # What the norm's bias comes to behind the product, for a row that is normed inside it.
+        # For a row that is normed inside the product: what a mean of one, and the norm's bias, come
+        # to behind it.
         shifted = self.first.float() @ self.shift.float()
+        self.sums = self.first.float() @ self.gain.float()
         self.row_bias = shifted if self.first_bias is None else shifted + self.first_bias.float()
         self.heads = CUDAHeads(attend, softcap=softcap)
 
@@ -60,7 +62,7 @@ class CUDAParallelLayer(nn.Module):
         both = x.new_empty(1, self.last.shape[1])  # what the heads have read, and the MLP's inside
         read, inner = both[:, : -self.inner], both[:, -self.inner :]
         qkv = x.new_empty(1, len(self.first) - self.inner)
-        norm: dict[str, Any] = {"norm": (self.gain, self.eps), "centred": True}
+        norm: dict[str, Any] = {"norm": (self.gain, self.eps), "centred": self.sums}
         gemv(x, self.first, qkv, bias=self.row_bias, opened=inner, gate="gelu", **norm)
         self.heads.read(qkv, step, position_embeddings, out=read)
         gemv(both, self.last, x, bias=self.last_bias, add=True)

@@ -67,7 +67,7 @@ def gemvs() -> None:
         gemv.gemv(x, weight, out, bias=out[0], norm=(x[0], 1e-5), add=True)
         gemv.gemv(x, weight, out, gated=True)
         gemv.gemv(x, weight, out, norm=(x[0].float(), 1e-6), gated=True, gate="gelu")
-        norm: dict[str, Any] = {"norm": (x[0], 1e-5), "centred": True}
+        norm: dict[str, Any] = {"norm": (x[0], 1e-5), "centred": weight[:, 0].float()}
         gemv.gemv(
             x, weight, out, bias=weight[:, 0].float(), opened=out.clone(), gate="gelu", **norm
         )
