@@ -52,6 +52,8 @@ export class Thread {
   conversation = $state.raw<Conversation>() as Conversation;
   turns = $state.raw<Turn[]>([]);
   leafId = $state<string | null>(null);
+  /** How often something was asked here since it was opened. */
+  asked = $state(0);
   editing = $state.raw<Editing | null>(null);
   readonly path = $derived(pathTo(this.turns, this.leafId));
   readonly album: Album;
@@ -207,6 +209,7 @@ export class Thread {
     };
     this.turns = [...this.turns, turn];
     this.leafId = turn.id;
+    this.asked++;
     this.ask(turn.id);
     await this.saveNew(turn, pictures);
   }

@@ -77,6 +77,10 @@ function sanitise(html: string): string {
   });
 }
 
+/** Whole answers that were read, because scrolling shows the same ones again and again. */
+const finished = new Map<string, Block[]>();
+const FINISHED = 200;
+
 /** One answer's text, block by block. Feed it the whole text each time; it reads the new part. */
 export class MarkdownStream {
   private kept: Block[] = [];
@@ -86,6 +90,17 @@ export class MarkdownStream {
 
   /** The blocks of `text`; `complete` says that no more will come. */
   update(text: string, complete: boolean): Block[] {
+    if (!complete) return this.grow(text, false);
+    const known = finished.get(text);
+    if (known !== undefined) return known;
+    const blocks = this.grow(text, true);
+    const oldest = finished.keys().next();
+    if (finished.size >= FINISHED && !oldest.done) finished.delete(oldest.value);
+    finished.set(text, blocks);
+    return blocks;
+  }
+
+  private grow(text: string, complete: boolean): Block[] {
     if (!text.startsWith(this.keptText)) this.forget();
     const tail = text.slice(this.keptText.length);
     if (tail !== this.tail || (complete && !this.tailBlocks.every(({ settled }) => settled))) {
