@@ -40,7 +40,7 @@ SCROLL = """async (pixels) => {
 
 
 def long_chat() -> dict[str, Any]:
-    turns = []
+    turns: list[dict[str, Any]] = []
     for n in range(TURNS):
         paragraphs = "\n\n".join(f"Line {line} of answer **{n}**." for line in range(n % 7 + 1))
         code = f"\n\n```python\nprint({n})\n```" if n % 5 == 0 else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.browser
 
 Visit = Callable[..., Tab]
 
+CORPUS = Path(__file__).parents[2] / "web" / "src" / "text" / "hostile.json"
 AXE = Path(__file__).parents[2] / "web" / "node_modules" / "axe-core" / "axe.min.js"
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
 RICH = """# Title
@@ -165,6 +167,28 @@ def test_a_hostile_answer_runs_nothing_and_fetches_nothing(server: Running, visi
     assert not [url for url in asked if "evil" in url]
     hrefs = tab.page.eval_on_selector_all("article a", "links => links.map(({ href }) => href)")
     assert all(href.startswith("https://") for href in hrefs)
+
+
+def test_nothing_of_the_hostile_corpus_runs_or_fetches(server: Running, visit: Visit) -> None:
+    corpus: list[str] = json.loads(CORPUS.read_text())
+    tab = visit()
+    asked: list[str] = []
+    tab.page.on("request", lambda request: asked.append(request.url))
+    for part in (corpus[::2], corpus[1::2]):
+        server.engine.script = "\n\n".join(part)
+        tab.ask("\n".join(part))
+        tab.page.wait_for_function(
+            "t => [...document.querySelectorAll('.question')].at(-1)?.textContent.includes(t)",
+            arg=part[-1],
+        )
+        tab.wait("done")
+    tab.page.wait_for_selector("article math")
+    tab.page.evaluate("fetch('health')")  # what the answers fetched or ran came before
+    tab.settle()
+    assert tab.page.evaluate("window.hacked") is None
+    forbidden = "article :is(img, script, iframe, object, embed, svg[onload], form, style, link)"
+    assert tab.page.locator(forbidden).count() == 0
+    assert not [url for url in asked if "evil" in url]
 
 
 def test_a_hostile_question_is_shown_as_text(visit: Visit) -> None:

@@ -83,7 +83,7 @@ export const en = {
   },
   pinned: 'pinned',
   pinHelp: 'A pinned picture stays when the chat is cut, and leaves the pool last.',
-  hits: (n: string) => (n === '1' ? 'used once again' : `used again ${n} times`),
+  hits: (n: string) => (n === '0' ? 'not used again yet' : `used again ${n}×`),
   tokens: (n: string) => `${n} tokens`,
   forget: 'Forget',
   forgetHelp: 'Questions from now on do not see a forgotten picture; earlier answers stay.',
@@ -148,6 +148,7 @@ export const en = {
   keyForget: 'Forget the key',
 
   settings: 'Settings',
+  kvView: 'KV view',
   appearance: 'Appearance',
   theme: 'Theme',
   themeSystem: 'System',

@@ -85,7 +85,7 @@ export const zh: Dictionary = {
   },
   pinned: '已固定',
   pinHelp: '固定的图片在裁剪对话时会保留，并最后离开池。',
-  hits: (n) => `被再次使用 ${n} 次`,
+  hits: (n) => (n === '0' ? '尚未再次使用' : `被再次使用 ${n} 次`),
   tokens: (n) => `${n} 个 token`,
   forget: '遗忘',
   forgetHelp: '之后的问题看不到被遗忘的图片，之前的回答保留。',
@@ -150,6 +150,7 @@ export const zh: Dictionary = {
   keyForget: '清除密钥',
 
   settings: '设置',
+  kvView: 'KV 视图',
   appearance: '外观',
   theme: '主题',
   themeSystem: '跟随系统',

@@ -23,6 +23,7 @@ import {
   UnreadableFile,
 } from '../transfer';
 import type { Bundle, MarkdownLabels } from '../transfer';
+import { Tabs } from '../tabs';
 import { Transport } from '../transport';
 import type { LinkState } from '../transport';
 import { pathTo } from '../tree';
@@ -45,6 +46,7 @@ export class Chat {
   notice = $state<NoticeKey | null>(null);
   private readonly threads = new Map<string, Thread>();
   private readonly transport: Transport;
+  private readonly tabs = new Tabs((id) => void this.heard(id));
 
   constructor(
     readonly api: Api,
@@ -90,6 +92,7 @@ export class Chat {
       location.hash = '';
     }
     await this.store.deleteConversation(id);
+    this.tabs.tell(id);
   }
 
   /** Changes a conversation's title or pins it. */
@@ -98,7 +101,8 @@ export class Chat {
       if (conversation.id !== id) return conversation;
       const changed = { ...conversation, ...what };
       const thread = this.threads.get(id);
-      if (thread === undefined) void this.store.put('conversations', changed);
+      if (thread === undefined)
+        void this.store.put('conversations', changed).then(() => this.tabs.tell(id));
       else thread.change(what);
       return changed;
     });
@@ -199,6 +203,7 @@ export class Chat {
   /** Stores a conversation that came whole, and opens it. */
   private async keep(bundle: Bundle): Promise<void> {
     await this.store.putAll(bundle);
+    this.tabs.tell(bundle.conversation.id);
     this.conversations = [bundle.conversation, ...this.conversations];
     location.hash = `#/c/${bundle.conversation.id}`;
   }
@@ -232,6 +237,19 @@ export class Chat {
     }
   }
 
+  /** Another tab has changed a conversation. */
+  private async heard(id: string): Promise<void> {
+    this.conversations = await this.store.conversations();
+    const conversation = this.conversations.find((other) => other.id === id);
+    const thread = this.threads.get(id);
+    if (conversation !== undefined) await thread?.reload(conversation);
+    else if (thread !== undefined) {
+      thread.discard();
+      this.threads.delete(id);
+      if (this.thread === thread) this.thread = this.newThread();
+    }
+  }
+
   private async loadThread(conversation: Conversation): Promise<Thread> {
     const thread = this.makeThread(conversation);
     this.threads.set(conversation.id, thread);
@@ -247,7 +265,11 @@ export class Chat {
 
   private makeThread(conversation: Conversation): Thread {
     const { api, store, transport } = this;
-    const services = { api, store, transport, limits: () => limitsOf(this.model) };
+    const services = {
+      ...{ api, store, transport },
+      limits: () => limitsOf(this.model),
+      stored: (id: string) => this.tabs.tell(id),
+    };
     const thread: Thread = new Thread(conversation, services, (listed) =>
       this.list(listed, thread),
     );

@@ -8,11 +8,32 @@ export interface Written {
   sentAt: number;
 }
 
-export class Draft {
-  text = $state('');
-  sending = $state(false);
+const PREFIX = 'mmserve.draft.';
 
-  constructor(readonly tray: Tray) {}
+export class Draft {
+  sending = $state(false);
+  private written = $state('');
+
+  /** `key` names what is kept over a reload of the tab; null: it is not kept. */
+  constructor(
+    readonly tray: Tray,
+    private readonly key: () => string | null = () => null,
+  ) {
+    const name = key();
+    this.written = name === null ? '' : (sessionStorage.getItem(PREFIX + name) ?? '');
+  }
+
+  get text(): string {
+    return this.written;
+  }
+
+  set text(text: string) {
+    this.written = text;
+    const name = this.key();
+    if (name === null) return;
+    if (text === '') sessionStorage.removeItem(PREFIX + name);
+    else sessionStorage.setItem(PREFIX + name, text);
+  }
 
   get empty(): boolean {
     return this.text.trim() === '' && this.tray.attachments.length === 0;

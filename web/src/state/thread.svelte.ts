@@ -28,6 +28,8 @@ export interface Services {
   store: Store;
   transport: Transport;
   limits: () => PictureLimits;
+  /** Hears that something of this conversation was stored. */
+  stored: (conversationId: string) => void;
 }
 
 /** What has been tried for one turn, so that no remedy is tried twice. */
@@ -71,7 +73,9 @@ export class Thread {
     this.leafId = conversation.leafId;
     this.album = new Album(services.api, services.store);
     this.warmer = new Warmer(services.transport, conversation.id, () => this.warming());
-    this.draft = new Draft(this.newTray());
+    const key = (): string =>
+      this.turns.length === 0 && conversation.leafId === null ? 'new' : conversation.id;
+    this.draft = new Draft(this.newTray(), key);
   }
 
   get running(): boolean {
@@ -93,6 +97,31 @@ export class Thread {
       if (responseId === null) this.ask(id);
       else this.calls.set(id, transport.follow(responseId, sequence, this.listener(id)));
     }
+  }
+
+  /** Another tab has stored something: shows it, unless something is going on here. */
+  async reload(conversation: Conversation): Promise<void> {
+    if (this.busy || this.editing !== null) return;
+    const { store, transport } = this.services;
+    const [turns, pictures] = await Promise.all([
+      store.turns(conversation.id),
+      store.pictures(conversation.id),
+    ]);
+    if (this.busy) return;
+    this.album.keep(pictures);
+    this.turns = turns;
+    this.conversation = conversation;
+    this.leafId = conversation.leafId;
+    for (const { id, answer } of turns) {
+      // One that has not begun is the other tab's to ask.
+      if (!isRunning(answer) || answer.responseId === null) continue;
+      const { responseId, sequence } = answer;
+      this.calls.set(id, transport.follow(responseId, sequence, this.listener(id)));
+    }
+  }
+
+  private get busy(): boolean {
+    return [...this.calls.values()].some(({ phase }) => phase !== 'ended');
   }
 
   /** Sends the message that was written; it stays where a picture failed. */
@@ -178,7 +207,10 @@ export class Thread {
 
   change(what: Partial<Conversation>): void {
     this.conversation = { ...this.conversation, ...what };
-    void this.services.store.put('conversations', this.conversation);
+    const { id } = this.conversation;
+    void this.services.store
+      .put('conversations', this.conversation)
+      .then(() => this.services.stored(id));
   }
 
   /** Before the conversation is deleted: nothing of it goes on. */
@@ -286,7 +318,9 @@ export class Thread {
     const begun = before.answer.responseId !== turn.answer.responseId;
     if (begun || ended || Date.now() - this.savedAt > SAVE_MS) {
       this.savedAt = Date.now();
-      void this.services.store.put('turns', turn);
+      void this.services.store.put('turns', turn).then(() => {
+        if (begun || ended) this.services.stored(this.conversation.id);
+      });
     }
     if (ended) this.warmer.soon();
   }

@@ -23,6 +23,13 @@ export function enhanceCode(root: HTMLElement, labels: CodeLabels): void {
   }
 }
 
+/** Draws every formula under `root` that is still TeX. */
+export function enhanceMath(root: HTMLElement): void {
+  for (const element of root.querySelectorAll<HTMLElement>('code.math:not(.plain)')) {
+    void import('./math').then(({ drawMath }) => drawMath(element));
+  }
+}
+
 function header(code: HTMLElement, labels: CodeLabels): HTMLElement {
   const bar = document.createElement('div');
   bar.className = 'code-bar';

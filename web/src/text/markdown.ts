@@ -8,6 +8,7 @@
 import createDOMPurify from 'dompurify';
 import { Marked } from 'marked';
 import type { Token } from 'marked';
+import { formulas } from './formulas';
 
 /** `settled`: no later text can change it. */
 export interface Block {
@@ -54,6 +55,8 @@ const marked = new Marked({
     },
   },
 });
+
+marked.use({ extensions: formulas(escapeHtml) });
 
 const purify = createDOMPurify(window);
 purify.addHook('afterSanitizeAttributes', (node) => {
