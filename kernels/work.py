@@ -36,6 +36,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -247,9 +248,8 @@ def pack(every: Sequence[Items], num_rows: int, at: int) -> WorkTables:
         for first, masks in items.trees:
             trees[first:][: len(masks)] = masks
     blocks.append(trees.view(np.int32))
-    merges_at, *places, trees_at, pages_at = (
-        at + np.cumsum([0, 2 * num_rows, *(block.size for block in blocks)])
-    ).tolist()
+    sizes = (2 * num_rows, *(block.size for block in blocks))
+    merges_at, *places, trees_at, pages_at = accumulate(sizes, initial=at)
     first_small = first_large = first_segment = first_entry = 0
     for items in every:
         for rows, counts in items.parts:

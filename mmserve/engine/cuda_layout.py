@@ -8,7 +8,6 @@ all there ever is, is laid out by a shorter way to the same. Knows nothing of de
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -213,7 +212,7 @@ class CUDALayout:
 
     def _draft(self, chunk: Chunk, first: int, readers: list[list[work.Reader]]) -> Any:
         """The rows of the last known token and of a draft, from the flat row `first` on; their
-        readers are added. By lists: there are few."""
+        readers are added."""
         seq, start, draft, size = chunk.seq, chunk.start, chunk.draft, self.page_size
         assert draft is not None
         count, known = 1 + len(draft), start + 1
@@ -224,28 +223,27 @@ class CUDALayout:
             seen[0] = seq.visual_before(start)
             reads = (none, known + none, none, seen)
         masks: Any = None
-        depths: Iterable[int]
-        ids: Iterable[int]
+        rows = np.empty((self.num_lines, count), np.int32)
+        ids, positions = rows[0], rows[1 : 1 + self.axes]
+        ids[0], positions[:, 0] = seq.token_ids[start], seq.position(start)
         if isinstance(draft, Unread):  # the device tells who of them is seen by whom
+            first_id = GROWN - draft.place
+            ids[1:], positions[:, 1:] = np.arange(first_id, first_id - len(draft), -1), position
             masks = np.full(count, (1 << len(draft)) - 1)
             masks[0] = 0
-            depths = [0] * len(draft)
-            ids = range(GROWN - draft.place, GROWN - draft.place - len(draft), -1)
         else:
+            ids[1:], positions[:, 1:] = draft.tokens, draft.depths
+            positions[:, 1:] += position
             if draft.is_chain:
                 reads[1][:] += np.arange(count)
             else:
                 masks = np.array([0, *draft.masks], np.int64)
-            depths, ids = draft.depths, draft.tokens
-        positions = [seq.position(start), *(position + depth for depth in depths)]
-        rows = np.empty((self.num_lines, count), np.int32)
-        rows[0] = [seq.token_ids[start], *ids]
-        rows[1 : 1 + self.axes] = positions
         rows[1] += self._first_row(0)
+        at = np.arange(start, start + count)
+        page, offset = at // size, at % size
         for number, lane in enumerate(self._lanes_of(seq)):
-            table, at = lane.source, range(start, start + count)
-            rows[number - len(self.groups)] = [table[i // size] * size + i % size for i in at]
             pages = lane.cover(-(-(start + count) // size))
+            rows[number - len(self.groups)] = pages[page] * size + offset
             readers[number].append(work.Reader(first, count, reads, pages, lane.images, tree=masks))
         return rows
 

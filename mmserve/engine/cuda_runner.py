@@ -22,7 +22,7 @@ from mmserve.engine.graphs import URGENT, Graphs
 from mmserve.engine.model_runner import Logits, ModelRunner
 from mmserve.engine.plan import StepInput, chosen_rows
 from mmserve.engine.rehearsal import Rehearsal
-from mmserve.engine.transfer import resolve_pending, send, upload
+from mmserve.engine.transfer import Staging, resolve_pending, send, upload
 from mmserve.engine.vision_stream import CapturedTower, VisionStream
 from mmserve.kernels import work
 from mmserve.kernels.attention import Scratch
@@ -120,6 +120,7 @@ class CUDARunner(ModelRunner):
         )
         self._beside = VisionStream(self.device)
         self._tower = CapturedTower(self.vision_model, self.device, self.adapter.dtype)
+        self._staging = Staging(self.device)
         self._slots = self._ints = 0
         self._make_room(slots=8192, ints=1 << 18)
         self._previous = torch.zeros(-1 - GROWN, dtype=torch.long, device=self.device)
@@ -324,10 +325,7 @@ class CUDARunner(ModelRunner):
         return DenseChunk(first, count, text, (images[0], images[1]) if images else None)
 
     def _upload(self, array: Any) -> None:
-        tables = torch.from_numpy(array)
-        # The allocator of pinned memory keeps the copy's source until the stream has read it.
-        staged = tables.pin_memory() if self._on_gpu else tables
-        self._work[: len(array)].copy_(staged, non_blocking=True)
+        self._staging.copy(array, self._work[: len(array)])
 
     def _compute(
         self,

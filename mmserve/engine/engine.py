@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mmserve.config import EngineConfig
 from mmserve.engine.border import Border, build_border
@@ -24,9 +24,10 @@ from mmserve.engine.build_scheduler import build_scheduler
 from mmserve.engine.build_tiers import build_tiers
 from mmserve.engine.drafting import Drafting
 from mmserve.engine.figures import Figures, describe
+from mmserve.engine.flight import Flight
 from mmserve.engine.grammar import Grammars, Matcher
 from mmserve.engine.image_steps import ImageSteps
-from mmserve.engine.kept_paths import KeptPath, keep
+from mmserve.engine.kept_paths import Keeping, KeptPath
 from mmserve.engine.kv_transfer import KVTransfer, Placed, identity_of
 from mmserve.engine.live import Live, Row
 from mmserve.engine.live_beams import LiveBeams
@@ -51,26 +52,6 @@ logger = logging.getLogger(__name__)
 
 Event = tuple[str, TokenEvent]  # (request id, what happened)
 Say = Callable[[SampledToken, float], TokenEvent]
-
-
-class Flight(NamedTuple):
-    """A launched step. `chunks`: whose tokens `drawn` has, in order, `Chunk.num_chosen` of each;
-    `live`: whose they are; `started`: `time.monotonic`; `heard`: for a drafter."""
-
-    batch: Batch
-    chunks: list[Chunk]
-    live: list[Row]
-    drawn: Drawn
-    started: float
-    heard: Heard
-
-    def parts(self, tokens: list[SampledToken]) -> Iterator[tuple[Row, Chunk, list[SampledToken]]]:
-        """What has been chosen for each request that has not ended meanwhile."""
-        at = 0
-        for live, chunk in zip(self.live, self.chunks, strict=True):
-            if not live.seq.finished:
-                yield live, chunk, tokens[at : at + chunk.num_chosen]
-            at += chunk.num_chosen
 
 
 class Engine:
@@ -119,6 +100,7 @@ class Engine:
         self._flight: Flight | None = None
         self._sampler = Sampler()
         self._outbox: list[Event] = []
+        self._keeping = Keeping(self.runner.text)
         self._unsaid: list[tuple[Live, SampledToken, float]] = []  # when each landed
 
     @property
@@ -184,7 +166,7 @@ class Engine:
         self._flight = flight
         if not self.overlaps:
             self._land()
-        self._say()
+        self._settle()
         if self.tiers is not None:
             self.tiers.tick(busy=bool(batch))
         self._figures.observe(started, idle=not self._live)
@@ -209,6 +191,7 @@ class Engine:
     def collect_kv(self) -> KVFile:
         """All that is cached, copied."""
         self._land()  # a step's KV is complete then, whatever stream of a device wrote it
+        self._settle()
         return self.kv.collect()
 
     def read_kv(self, path: Path) -> KVFile:
@@ -246,6 +229,7 @@ class Engine:
 
     def _launch(self, batch: Batch, started: float) -> Flight:
         """Start a step on the device; pending tokens stand for those it will choose."""
+        self._keeping.settle()
         if batch.images:
             for chunk in batch.chunks:
                 self._live[chunk.seq.id].clock.schedule(started)
@@ -313,15 +297,13 @@ class Engine:
         drafting.stepped(flight.batch, seconds)
 
     def _check(self, flight: Flight, tokens: list[SampledToken]) -> dict[str, tuple[int, ...]]:
-        """What was right of each draft, by sequence; it becomes text, of all of them in one go."""
+        """What was right of each draft, by sequence; it is to become text (`_settle`)."""
         paths: dict[str, tuple[int, ...]] = {}
-        kept: list[KeptPath] = []
         for live, chunk, chosen in flight.parts(tokens):
             if self.drafting is not None and chunk.draft is not None and isinstance(live, Live):
                 path = self.drafting.verify(live, chunk.draft.read(), chosen)
-                kept.append(KeptPath(live.seq.tables, chunk.start + chunk.count, path))
+                self._keeping.add(KeptPath(live.seq.tables, chunk.start + chunk.count, path))
                 paths[chunk.seq.id] = path
-        keep(self.runner.text, kept)
         return paths
 
     def _take(
@@ -355,10 +337,16 @@ class Engine:
         if ended:
             self._retire(self._live[live.request.id])
         elif isinstance(live, Live) and seq.outgrown:
+            self._settle()
             live.keep_counts()
             if drafting is not None:
                 drafting.end(live)
             live.sampling.forget(self.scheduler.cut(seq))
+
+    def _settle(self) -> None:
+        """What a step with drafts has left to be done while the next is under way."""
+        self._keeping.settle()
+        self._say()
 
     def _say(self) -> None:
         """Hand out tokens that were accepted while the next step was to be launched."""
@@ -375,11 +363,12 @@ class Engine:
         return event.finish_reason is not None
 
     def _finish(self, live: Live, reason: FinishReason, error: str | None = None) -> None:
-        self._say()
+        self._settle()
         self._outbox.append((live.request.id, live.end(reason, error)))
         self._retire(live)
 
     def _retire(self, live: Live) -> None:
+        self._settle()
         if self.tiers is not None:
             self.tiers.note_end(live.seq)
         self.scheduler.finish(live.seq)

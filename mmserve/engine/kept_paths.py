@@ -30,15 +30,28 @@ class KeptPath(NamedTuple):
         return [(self.known + number, self.known + n) for n, number in places if number != n]
 
 
-def keep(pools: Sequence[KVPool], kept: Sequence[KeptPath]) -> None:
-    """Make paths the text behind what was known, in the text pools by layer group, in the order of
-    the stream. Their keys are rotated as it takes; so it is a copy, to be made before anything else
-    is done with the pages."""
-    moves = [(of.tables, move) for of in kept for move in of.moves]
-    for group, pool in enumerate(pools):
-        size = pool.shape.page_size
-        held = [(tables[group], move) for tables, move in moves if tables[group]]
-        if held:
-            slots = [slots_in(table, move[n], size) for n in (0, 1) for table, move in held]
-            ends = upload(slots, torch.long, pool.shape.device).view(2, -1)
-            pool.move(ends[0], ends[1])
+class Keeping:
+    """Paths on their way, of text pools by layer group. Their keys are rotated as it takes, so each
+    is a copy, to be made (`settle`) before anything else is done with the pages, in the order of
+    the stream; which slots it is about is known at once."""
+
+    def __init__(self, pools: Sequence[KVPool]) -> None:
+        self._pools = pools
+        self._moves: list[list[tuple[int, int]]] = [[] for _ in pools]
+
+    def add(self, kept: KeptPath) -> None:
+        """Make a path the text behind what was known."""
+        moves = kept.moves
+        for table, pool, found in zip(kept.tables, self._pools, self._moves, strict=True):
+            if table:
+                size = pool.shape.page_size
+                found += [(slots_in(table, a, size), slots_in(table, b, size)) for a, b in moves]
+
+    def settle(self) -> None:
+        """All that was added, in one go."""
+        for pool, moves in zip(self._pools, self._moves, strict=True):
+            if moves:
+                flat = [slot for ends in zip(*moves, strict=True) for slot in ends]
+                sources, targets = upload(flat, torch.long, pool.shape.device).view(2, -1)
+                pool.move(sources, targets)
+                moves.clear()

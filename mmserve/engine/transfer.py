@@ -6,6 +6,7 @@ Owns the pinned side of each copy. Knows nothing of what is copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,33 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+class Staging:
+    """Pinned room for the numbers of one step after another, used in turns: to pin some anew for
+    each takes longer than the copy."""
+
+    def __init__(self, device: torch.device, turns: int = 4) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._rooms: list[tuple[Tensor, Any] | None] = [None] * turns
+        self._turn = 0
+
+    def copy(self, array: Any, target: Tensor) -> None:
+        """A numpy array [N] into target [N], in stream order; it is the caller's again at once."""
+        if not self._on_gpu:
+            target.copy_(torch.from_numpy(array))
+            return
+        self._turn = (self._turn + 1) % len(self._rooms)
+        room = self._rooms[self._turn]
+        if room is None or room[0].numel() < len(array):
+            pinned = torch.empty(2 * len(array), dtype=target.dtype, pin_memory=True)
+            room = self._rooms[self._turn] = pinned, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        held, sent = room
+        sent.synchronize()  # of the last turn; so far ahead is the host of hardly any device
+        part = held[: len(array)]
+        part.numpy()[:] = array
+        target.copy_(part, non_blocking=True)
+        sent.record(torch.cuda.current_stream(target.device))
 
 
 def download(tensor: Tensor) -> Tensor:

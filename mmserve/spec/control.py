@@ -26,7 +26,9 @@ WAIT, LONGEST_WAIT = 8, 256  # steps between probes
 LEAP = 2  # times as many rows as were ever measured, at most: beyond that, costs are a guess
 STAKE = 0.0075  # of all time may be lost to drafts that did not pay
 DEBT, CREDIT = 4, 64  # steps' time: what was lost, or saved, beyond that counts no more
+START = 3  # steps' time that drafts for few sequences may lose at first
 CROWD = 8  # sequences: where more are, what only looks whether drafts pay is saved up for first
+HOLDS = 4  # steps that a plan is for where drafts pay, nothing changes and none was all right
 FAIR, RECENT = 8, 16  # steps that a spell gets before it is judged, and by which it is
 STREAK = 8  # tokens right in a row: a good stretch, so ask for as many
 SEQUENCE_MEMORY, ENGINE_MEMORY = 32, 100  # drafts
@@ -110,6 +112,8 @@ class Control:
         self._known: dict[str, _Known] = {}
         self._tried: set[str] = set()  # those of them that ever had a draft
         self._spells: dict[int, _Spell] = {}  # by size of the batch
+        self._held, self._held_plan = 0, dict[str, int]()  # steps that the last plan is yet for
+        self._held_for: Sequence[tuple[str, bool]] = ()
         self._least = 0.0  # that a unit had to bring in the last plan
         self._credits: dict[int, float] = {}  # likewise: seconds that drafts may yet lose
 
@@ -117,6 +121,10 @@ class Control:
         """For the next step's sequences, each with whether an image is in its context: how many
         tokens to draft. Who is not in it gets none; an empty plan is a plain step."""
         size = len(contexts)
+        if self._held and self._held_for == contexts:
+            self._held -= 1
+            return self._held_plan
+        self._held = 0
         if not size or not self._plain.sure(size, self._step):
             return {}
         spell = self._spells.setdefault(bucket_of(size), _Spell())
@@ -135,7 +143,10 @@ class Control:
         if least is not None and not spell.failing:
             spell.start()
             self._least = least
-            return self._lengths(known, least)
+            lengths = self._lengths(known, least)
+            if spell.steps >= FAIR and spell.recent > 0:
+                self._held, self._held_for, self._held_plan = HOLDS - 1, list(contexts), lengths
+            return lengths
         if spell.drafting and spell.recent <= 0:
             spell.stop()
             return {}
@@ -157,6 +168,8 @@ class Control:
         that had been planned a draft, also where none was made; none for a plain step.
         """
         self._step += 1
+        if seconds is None or any(o.accepted >= o.wanted for o in outcomes):
+            self._held = 0
         if seconds is None:
             self._learn(outcomes)
             return 0.0
@@ -183,7 +196,8 @@ class Control:
 
     def _credit(self, size: int) -> float:
         """Seconds that drafts may yet lose at this size of a batch."""
-        return self._credits.get(bucket_of(size), 0.0)
+        begin = 0.0 if size > CROWD else START * (self._plain.at(size) or 0.0)
+        return self._credits.get(bucket_of(size), begin)
 
     def _price(self, size: int) -> float:
         """Seconds to have before a spell begins. Of few sequences a new one is worth a look, and a
@@ -196,7 +210,8 @@ class Control:
         self._tried.discard(id)
 
     def _earn(self, bucket: int, seconds: float, plain: float) -> None:
-        credit = self._credits.get(bucket, 0.0) + seconds
+        begin = START * plain if bucket <= bucket_of(CROWD) else 0.0
+        credit = self._credits.get(bucket, begin) + seconds
         self._credits[bucket] = min(max(credit, -DEBT * plain), CREDIT * plain)
 
     def _sequence(self, id: str, image: bool) -> _Known:

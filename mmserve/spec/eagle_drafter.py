@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,11 +30,25 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # sequences; more are not captured
 REHEARSED = 4  # of these are captured from the start
 
 
-class _Inputs(NamedTuple):
-    """What a captured launch reads: [T, F] and [5, T]."""
+class _Inputs:
+    """What a captured launch reads: features [T, F] and ints [5, T]."""
 
-    features: Tensor
-    ints: Tensor
+    def __init__(self, count: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.features = torch.zeros(count, width, device=device, dtype=dtype)
+        self.ints = torch.zeros(5, count, device=device, dtype=torch.long)
+        self._staged = torch.zeros(5, count, dtype=torch.long, pin_memory=device.type == "cuda")
+        self._view: Any = self._staged.numpy()
+        self._sent: torch.cuda.Event | None = None
+
+    def send(self, tokens: Sequence[_Token]) -> None:
+        """Their numbers; nobody waits for what is under way, unless it is the last such copy."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        self._view[:] = list(zip(*(token[1:] for token in tokens), strict=True))
+        self.ints.copy_(self._staged, non_blocking=True)
+        if self.ints.is_cuda:
+            self._sent = self._sent or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._sent.record(torch.cuda.current_stream(self.ints.device))
 
 
 class _Token(NamedTuple):
@@ -249,21 +263,15 @@ class EagleDrafter:
         captured = parts.captures.enabled and size in BUCKETS
         if captured:
             tokens = [*tokens, *[_nobody(tokens[0].features)] * ((size - count) * each)]
-        ints = torch.tensor([token[1:] for token in tokens]).T.contiguous()
-        if parts.device.type == "cuda":  # else the host would wait for what is under way
-            ints = ints.pin_memory()
         width = tokens[0].features.shape[1]
         if not captured:
-            ints = ints.to(parts.device, non_blocking=True)
+            ints = torch.tensor([token[1:] for token in tokens]).T.to(parts.device).contiguous()
             features = torch.empty(len(tokens), width, device=parts.device, dtype=parts.dtype)
             return compute(_gathered(tokens, ints[0], features), ints[1:])
         if (key, size) not in self._inputs:
-            self._inputs[key, size] = _Inputs(
-                torch.zeros(len(tokens), width, device=parts.device, dtype=parts.dtype),
-                torch.zeros(ints.shape, device=parts.device, dtype=torch.long),
-            )
+            self._inputs[key, size] = _Inputs(len(tokens), width, parts.device, parts.dtype)
         at = self._inputs[key, size]
-        at.ints.copy_(ints, non_blocking=True)
+        at.send(tokens)
         _gathered(tokens, at.ints[0], at.features)
         return parts.captures.run((key, size), lambda: compute(at.features, at.ints[1:]))[:count]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmserve.engine import engine as engine_module
 from mmserve.engine.drafting import Drafting
 from mmserve.engine.engine import Engine
-from mmserve.engine.kept_paths import KeptPath, keep
+from mmserve.engine.kept_paths import Keeping, KeptPath
 from mmserve.request import Segment, TextSegment
 from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.spec.draft import MOST_TOKENS, AnyDraft, Draft, Unread
@@ -71,7 +71,9 @@ def check(drivers: list[Driver], parts: tuple[int | str, ...], tolerance: float)
         alone = behind(plain, prompt, told)
         torch.testing.assert_close(logits.values[1 + leaf], alone, rtol=0, atol=tolerance)
 
-        keep(runner.text, [KeptPath(seq.tables, known, path)])
+        keeping = Keeping(runner.text)
+        keeping.add(KeptPath(seq.tables, known, path))
+        keeping.settle()
         seq.token_ids += [*told, 9]
         logits = runner.run(Batch([Chunk(seq, known + len(path), 1, True)]))
         assert logits is not None

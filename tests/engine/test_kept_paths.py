@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmserve.cache.kv_pool import KVShape, TextKVPool
-from mmserve.engine.kept_paths import KeptPath, keep
+from mmserve.engine.kept_paths import Keeping, KeptPath
 
 SHAPE = KVShape(2, 3, 2, 4, torch.float32, torch.device("cpu"))
 
@@ -44,7 +44,11 @@ def test_right_paths_of_several_sequences_follow_what_was_known(
                 places = [(table[t // 4], t % 4) for t in (of.known + n, of.known + number)]
                 (page, at), (page_from, at_from) = places
                 wanted[group][:, :, :, page, at] = before[group][:, :, :, page_from, at_from]
-    keep(pools, kept)
+    keeping = Keeping(pools)
+    for of in kept:
+        keeping.add(of)
+    keeping.settle()
+    keeping.settle()  # of which nothing is left
     for each, right in zip(pools, wanted, strict=True):
         assert torch.equal(each.tensor, right)
 
