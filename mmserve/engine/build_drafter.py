@@ -77,7 +77,8 @@ def _drafter(
         head.rehearse(spec.num_speculative_tokens or GUESSED)
     if spec.method == "auto":
         answers = SuffixDrafter(spec.answers_bytes, sure=SURE)
-        return ChainedDrafter([answers, head], [REPEATED, GUESSED]), REPEATED
+        ahead = runner.grown is not None and method == "eagle"
+        return ChainedDrafter([answers, head], [REPEATED, GUESSED], ahead=ahead), REPEATED
     return head, GUESSED
 
 

@@ -22,8 +22,10 @@ FINAL = -1  # the tap behind the target's final norm
 class Context:
     """One sequence as drafters see it.
 
-    `token_ids`: the sequence's own growing list of text tokens, prompt and output, all known; it is
-    read, never changed, and is another object's after a cut (`Drafter.end`, then a new context).
+    `token_ids`: the sequence's own growing list of text tokens, prompt and output; it is read,
+    never changed, and is another object's after a cut (`Drafter.end`, then a new context). All are
+    known when a draft is asked for; when a step is told of, the last may be on its way, and is
+    negative.
     `images`: digests of those that it shows, in order; `tenant`: whose answers it may draw upon.
     """
 

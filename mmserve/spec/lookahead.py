@@ -123,7 +123,7 @@ class LookaheadDrafter:
 
     def _follow(self, ahead: _Ahead, context: Context) -> None:
         """Each column stands for a place in the text: those that are known now go."""
-        known = len(context.token_ids)
+        known = _known(context)
         for end in range(ahead.known + 1, known + 1):
             self._learn(ahead, context, end)
         places = min(known - ahead.known, self._window)
@@ -156,4 +156,11 @@ def _hung(branches: Branches, parent: int, token: int) -> int:
 
 def _any(ahead: _Ahead, context: Context, count: int) -> list[int]:
     """Guesses where there is nothing to go by: some tokens of the text."""
-    return ahead.random.choices(context.token_ids, k=count)
+    places = ahead.random.choices(range(_known(context)), k=count)
+    return [context.token_ids[place] for place in places]
+
+
+def _known(context: Context) -> int:
+    """How many tokens are known."""
+    tokens, count = context.token_ids, len(context.token_ids)
+    return count - 1 if tokens[-1] < 0 else count

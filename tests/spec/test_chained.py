@@ -50,6 +50,23 @@ def test_who_is_not_needed_is_not_asked() -> None:
     assert not head.asked
 
 
+def test_who_guessed_last_time_is_asked_ahead_and_gives_way_all_the_same() -> None:
+    head = Head()
+    drafter = ChainedDrafter([NgramDrafter(2, 4), head], [8, 2], ahead=True)
+    tokens = [1, 2, 3, 1]
+    want = Wanted(Context("a", tokens, 4), 3)
+    assert drafter.propose([want]) == [Draft.chain([9])]
+    tokens.append(2)  # now it was said before
+    (draft,) = drafter.propose([want])
+    assert draft is not None and (draft, draft.author) == (Draft.chain([3, 1, 2]), "ngram")
+    assert len(head.asked) == 2
+    assert drafter.propose([want]) == [draft] and len(head.asked) == 2
+    tokens.append(7)
+    assert drafter.propose([want]) == [Draft.chain([9])] and len(head.asked) == 3
+    drafter.end(want.context)
+    assert not drafter._last
+
+
 def test_all_are_told_of_everything() -> None:
     head = Head()
     drafter = ChainedDrafter([NgramDrafter(2, 4), head], [8, 2])

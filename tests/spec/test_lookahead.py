@@ -53,6 +53,18 @@ def place(text: list[int]) -> int:
     return len(text)
 
 
+def test_a_token_that_is_on_its_way_is_no_guess() -> None:
+    drafter, text = LookaheadDrafter(), [5, 6, 7, 8]
+    context = Context("a", text, 1)
+    drafter.propose([Wanted(context, drafter.length)])
+    for step in range(40):
+        text.append(-1)
+        drafter.landed(context, Landed(None, (9,), ()))
+        text[-1] = 9 + step % 3
+    (draft,) = drafter.propose([Wanted(context, drafter.length)])
+    assert draft is not None and min(draft.tokens) > 0
+
+
 def test_what_was_never_said_is_known_before_it_is_said() -> None:
     assert walk(LookaheadDrafter(8, 5, 7), place, [0], 50)[-1] > 100
 
