@@ -1,4 +1,4 @@
-"""The command line: `mmserve serve`, `chat`, `bench`, `models`, `kv` and `train-drafter`.
+"""The command line: `mmserve serve`, `chat`, `bench`, `quality`, `models`, `kv`, `train-drafter`.
 
 Owns flags, the environment and their way into the configuration tree; nothing below reads either.
 Flags use vLLM's words where it has one.
@@ -175,6 +175,22 @@ def _bench(args: argparse.Namespace) -> None:
     bench(options, engine_config(args))
 
 
+def _quality(args: argparse.Namespace) -> None:
+    from mmserve.bench.dims import DEFAULT, SHAPES
+    from mmserve.bench.quality import PAIRS, Options, quality
+
+    options = Options(
+        pairs=tuple(args.formats or PAIRS),
+        shape=None if args.shape == DEFAULT else SHAPES[args.shape],
+        tokens=args.output_tokens,
+        questions=args.questions,
+        json=args.json,
+        plot=args.plot,
+        command=shlex.join(["mmserve", *sys.argv[1:]]),
+    )
+    quality(options, engine_config(args))
+
+
 def _models(args: argparse.Namespace) -> None:
     from mmserve.model.supported import listing
 
@@ -221,12 +237,17 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_flags(chat)
     chat.set_defaults(run=_chat)
 
-    from mmserve.bench.flags import add_bench_flags
+    from mmserve.bench.flags import add_bench_flags, add_quality_flags
 
     bench = commands.add_parser("bench", help="measure latency, throughput and hit rates")
     add_bench_flags(bench, SUITES)
     add_engine_flags(bench)
     bench.set_defaults(run=_bench)
+
+    compare = commands.add_parser("quality", help="what formats of KV cost in quality, and save")
+    add_quality_flags(compare)
+    add_engine_flags(compare)
+    compare.set_defaults(run=_quality)
 
     models = commands.add_parser("models", help="what can be served, and how each was tested")
     models.set_defaults(run=_models)

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mmserve.config import SpecConfig
+from mmserve.config import CacheConfig, SpecConfig
 
 
 def budget(text: str) -> int:
@@ -43,6 +43,26 @@ def layers(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of layers such as 0,1,29")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def formats(text: str) -> list[tuple[str, str]]:
+    """`auto:auto,int8:int4`: of text and of images."""
+    pairs = [tuple(part.strip().split(":")) for part in text.split(",")]
+    for pair in pairs:
+        if len(pair) != 2:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list such as auto:auto,int8:int4")
+        try:
+            CacheConfig(text_format=pair[0], vision_format=pair[1])
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
+def questions(text: str) -> int | None:
+    """How many; None for all."""
+    if text == "all":
+        return None
+    return 0 if text == "0" else count(text)
 
 
 def port(text: str) -> int:

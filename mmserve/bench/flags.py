@@ -48,3 +48,24 @@ def add_bench_flags(parser: argparse.ArgumentParser, suites: Iterable[str]) -> N
         choices=("float32", "bfloat16"),
         help="may be given twice (default: float32)",
     )
+
+
+def add_quality_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--formats",
+        type=flags.formats,
+        metavar="TEXT:IMAGES,...",
+        help="pairs of formats, such as auto:auto,int8:int4; the first one is compared with",
+    )
+    add("--shape", choices=SHAPE_NAMES, default=DEFAULT, help="model dimensions, random weights")
+    add("--output-tokens", type=flags.count, default=48, help="of each answer that is compared")
+    add(
+        "--questions",
+        type=flags.questions,
+        default=1000,
+        metavar="N",
+        help="of easy-VQA's test: a number, 0 or all",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add("--plot", type=Path, metavar="PNG", help="of quality by bytes")

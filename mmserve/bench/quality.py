@@ -1,0 +1,251 @@
+"""`mmserve quality`: what formats of KV cost in quality, and what they save.
+
+Owns the order of a comparison, its table and its plot. Knows nothing of how formats are held.
+
+The first pair of formats is what the others are compared with: at each place of its own greedy
+answers, how far the other pairs' next-token distributions are from its own, and how much less
+likely they hold what it said. So one different token does not make all later ones different, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmserve.bench.dims import ModelShape
+from mmserve.bench.machine import Facts, facts
+from mmserve.bench.quality_session import (
+    GIB,
+    Question,
+    Said,
+    Segments,
+    Session,
+    divergence,
+    likelihood,
+)
+from mmserve.bench.report import table
+from mmserve.bench.shapes import load_shape
+from mmserve.config import WHOLE_PAGE, WHOLE_PAGE_FORMATS, CacheConfig, EngineConfig, SpecConfig
+from mmserve.engine.engine import Engine
+from mmserve.model.loader import resolve_device
+from mmserve.model.weights import load
+
+Pair = tuple[str, str]  # of text, of images
+PAIRS: tuple[Pair, ...] = (
+    ("auto", "auto"),
+    ("fp8_e4m3", "fp8_e4m3"),
+    ("int8", "int8"),
+    ("int8", "int4"),
+    ("int8", "int4_outliers"),
+    ("int8", "int2_outliers"),
+    ("int8", "int2"),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """`shape` None: the configured model with its weights; else random ones, which answer nothing
+    that could be right. `questions` of easy-VQA's test: 0 for none, None for all."""
+
+    pairs: tuple[Pair, ...] = PAIRS
+    shape: ModelShape | None = None
+    tokens: int = 48  # of an answer
+    questions: int | None = 1000
+    json: Path | None = None
+    plot: Path | None = None
+    command: str = "mmserve quality"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pair. `nats`, `loglik`: means a token, by kind of prompt; `same`: the share of places
+    where the likeliest token is the reference's."""
+
+    text: str
+    vision: str
+    nats: dict[str, float]
+    loglik: dict[str, float]
+    same: float
+    right: float | None
+    text_tokens_per_gib: float
+    images_per_gib: float
+    tokens_per_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.text} / {self.vision}"
+
+
+@dataclass(frozen=True)
+class QualityReport:
+    command: str
+    model: str
+    facts: Facts
+    rows: tuple[Row, ...]
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+
+def quality(options: Options, config: EngineConfig) -> QualityReport:
+    """Compare, print, and write what was asked for. Raises ValueError for what cannot be."""
+    questions = [] if options.shape else _questions(options.questions)
+    reference: dict[str, list[Said]] = {}
+    rows: list[Row] = []
+    name, found = "", facts(resolve_device(config.model.device))
+    for pair in options.pairs:
+        started = time.monotonic()
+        engine = _build(pair, options, config)
+        try:
+            session, name = Session(engine, options.tokens), engine.name
+            rows.append(_row(pair, session, questions, reference))
+        finally:
+            engine.close()
+        del engine, session
+        gc.collect()  # one model at a time
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        print(f"{rows[-1].name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+        if options.json:
+            QualityReport(options.command, name, found, tuple(rows)).write(options.json)
+    report = QualityReport(options.command, name, found, tuple(rows))
+    print(render(report))
+    if options.plot:
+        plot(report, options.plot)
+    return report
+
+
+def _build(pair: Pair, options: Options, config: EngineConfig) -> Engine:
+    text, vision = pair
+    whole = vision in WHOLE_PAGE_FORMATS
+    cache = dataclasses.replace(
+        config.cache,
+        page_size=WHOLE_PAGE if whole else CacheConfig.page_size,
+        text_format=text,
+        vision_format=vision,
+    )
+    made: Any
+    if options.shape is None:
+        made = load(config.model)
+    else:
+        made = load_shape(options.shape, config.model, resolve_device(config.model.device), seed=0)
+    return Engine(
+        dataclasses.replace(config, cache=cache, speculative=SpecConfig(method=None)), made
+    )
+
+
+def _questions(count: int | None) -> list[Question]:
+    if count == 0:
+        return []
+    try:
+        import easy_vqa
+    except ImportError as error:
+        raise ValueError(
+            "easy-VQA's questions are missing: pip install 'mmserve[quality]', or --questions 0"
+        ) from error
+    paths = easy_vqa.get_test_image_paths()
+    texts, answers, images = easy_vqa.get_test_questions()
+    every = [
+        Question(Path(paths[image]), text, answer)
+        for text, answer, image in zip(texts, answers, images, strict=True)
+    ]
+    return every if count is None else random.Random(11).sample(every, min(count, len(every)))
+
+
+def _row(
+    pair: Pair, session: Session, questions: Sequence[Question], reference: dict[str, list[Said]]
+) -> Row:
+    """`reference`: filled by the first pair."""
+    prompts = session.prompts()
+    if not reference:
+        reference.update({kind: session.answers(asked) for kind, asked in prompts.items()})
+    nats, loglik, same, places = {}, {}, 0, 0
+    for kind, asked in prompts.items():
+        far, less = [], []
+        for own, other, token in _places(session, asked, reference[kind]):
+            far.append(divergence(own, other))
+            less.append(likelihood(other, token) - likelihood(own, token))
+            same += max(other, key=lambda t: other[t]) == token
+        places += len(far)
+        nats[kind], loglik[kind] = sum(far) / len(far), sum(less) / len(less)
+    image_bytes = session.image_bytes()
+    return Row(
+        *pair,
+        nats=nats,
+        loglik=loglik,
+        same=same / places,
+        right=session.share_right(questions) if questions and image_bytes else None,
+        text_tokens_per_gib=session.text_tokens_per_gib(),
+        images_per_gib=GIB / image_bytes if image_bytes else 0.0,
+        tokens_per_s=session.tokens_per_s([p for asked in prompts.values() for p in asked]),
+    )
+
+
+def _places(
+    session: Session, prompts: Sequence[Segments], said: Sequence[Said]
+) -> Iterator[tuple[dict[int, float], dict[int, float], int]]:
+    """Of every token of the reference's answers: its best ones, this session's, and itself."""
+    for prompt, answer in zip(prompts, said, strict=True):
+        others = session.behind(prompt, answer.tokens)
+        yield from zip(answer.best, others, answer.tokens, strict=True)
+
+
+HEAD = (
+    "text / images", "nats a token", "log-likelihood", "same best", "easy-VQA",
+    "text tokens/GiB", "images/GiB", "tokens/s",
+)  # fmt: skip
+
+
+def render(report: QualityReport) -> str:
+    f, cells = report.facts, []
+    for row in report.rows:
+        kinds = " ".join(f"{kind} {value:.4f}" for kind, value in row.nats.items())
+        less = " ".join(f"{value:+.4f}" for value in row.loglik.values())
+        right = "" if row.right is None else f"{100 * row.right:.2f} %"
+        cells.append(
+            [row.name, kinds, less, f"{100 * row.same:.1f} %", right,
+             f"{row.text_tokens_per_gib:,.0f}", f"{row.images_per_gib:,.0f}",
+             f"{row.tokens_per_s:,.0f}"]
+        )  # fmt: skip
+    head = [
+        f"command    {report.command}",
+        f"model      {report.model}",
+        f"commit     {f.commit}",
+        f"device     {f.device}; Python {f.python}, torch {f.torch}, transformers {f.transformers}",
+    ]
+    return "\n".join([*head, "", *table(HEAD, cells, left=(0, 1, 2))])
+
+
+def plot(report: QualityReport, path: Path) -> None:
+    """Divergence and right answers by the bytes of what is held, as a PNG. Raises ValueError."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("there is no matplotlib: pip install 'mmserve[quality]'") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    first = report.rows[0]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for row in report.rows:
+        kept = 100 * first.images_per_gib / row.images_per_gib if row.images_per_gib else 100.0
+        left.plot(kept, max(row.nats.get("image", row.nats["text"]), 1e-6), "o")
+        left.annotate(row.name, (kept, max(row.nats.get("image", row.nats["text"]), 1e-6)), size=7)
+        if row.right is not None:
+            right.plot(kept, 100 * row.right, "o")
+            right.annotate(row.name, (kept, 100 * row.right), size=7)
+    left.set(xlabel="bytes of an image, % of auto", ylabel="nats a token", yscale="log")
+    right.set(xlabel="bytes of an image, % of auto", ylabel="easy-VQA, % right")
+    figure.suptitle(report.model)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
