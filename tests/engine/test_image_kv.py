@@ -89,3 +89,32 @@ def test_an_image_that_is_computed_in_its_context_is_found_where_it_was_last() -
     d.engine.runner.vision[0].index.reserve(b"k" * 32, IMAGE_TOKENS)
     d.engine.runner.vision[0].index.mark_ready(b"k" * 32)
     assert states(d, 0) == ["active"]
+
+
+def test_a_dropped_image_is_written_anew_and_answers_as_before() -> None:
+    d = driver()
+    (key,) = identify(d, 0).digests
+    question = d.image(picture(0)), words(1, 5)
+    first = d.ask(*question)
+    before = d.counts()
+    assert d.engine.images.drop(key)
+    assert states(d, 0) == ["absent"]
+    assert not d.engine.images.drop(key), "it is gone"
+    d.engine.scheduler.holdings.radix.clear()  # type: ignore[union-attr]
+    assert d.ask(*question) == first
+    assert d.counts()[2] == before[2] + 1, "its KV was written again"
+    assert states(d, 0) == ["active"]
+    d.assert_idle()
+
+
+def test_an_image_that_is_read_is_not_dropped() -> None:
+    d = driver()
+    d.submit((d.image(picture(0)), words(1, 5)))
+    d.step()
+    assert not d.engine.images.drop(*identify(d, 0).digests)
+    d.run()
+    d.engine.images.pin(identify(d, 0))
+    assert d.engine.images.drop(*identify(d, 0).digests)
+    see(d, 0)
+    assert d.engine.images.held([identify(d, 0)])[0].pinned
+    d.assert_idle()

@@ -119,13 +119,19 @@ export function apply(before: Picture, message: PagesMessage): Picture {
   };
 }
 
-/** Pages of a pool by owner, the most first. */
-export function pagesByOwner(pool: Pool): Map<number, number> {
+const counted = new WeakMap<Pool, ReadonlyMap<number, number>>();
+
+/** Pages of a pool by owner, the most first. Counted once: a pool never changes. */
+export function pagesByOwner(pool: Pool): ReadonlyMap<number, number> {
+  const known = counted.get(pool);
+  if (known !== undefined) return known;
   const counts = new Map<number, number>();
   for (const owner of pool.owners) {
     if (owner !== FREE) counts.set(owner, (counts.get(owner) ?? 0) + 1);
   }
-  return new Map([...counts].sort(([a, n], [b, m]) => m - n || a - b));
+  const sorted = new Map([...counts].sort(([a, n], [b, m]) => m - n || a - b));
+  counted.set(pool, sorted);
+  return sorted;
 }
 
 /** Whether a running answer reads it. */
