@@ -15,9 +15,10 @@ import triton
 from torch import Tensor
 
 from mmserve.kernels import attention_kernels
-from mmserve.kernels.chain import chained
+from mmserve.kernels.chain import assembly, chained
 from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.launch import Launch
+from mmserve.kernels.unpacking import NAMES, tile_bytes
 from mmserve.kernels.work import ENTRY, HEADER, LARGE, SEGMENT, SMALL, SMALL_ROWS
 
 LOG2_E = 1.4426950408889634
@@ -51,6 +52,11 @@ def _tuning_large(tile_rows: int, dim: int, itemsize: int) -> dict[str, int]:
     return {"BLOCK_N": 32 if narrow else 64, "num_warps": warps, "num_stages": 2}
 
 
+def _form(pages: Pages, dim: int) -> tuple[int, int, int]:
+    """How the kernels read a pool: its format, bytes of a tile, tokens of a page."""
+    return NAMES.index(pages.kind.name), tile_bytes(pages.kind, pages.size, dim), pages.size
+
+
 def paged_attention(
     q: Tensor,
     work: Tensor,
@@ -74,15 +80,16 @@ def paged_attention(
     not None; softcap and sinks [H] as `reference.paged_attention` takes them.
     """
     heads, dim = q.shape[1:]
-    kv_heads, page = own.k.shape[0], own.size
+    kv_heads = own.k.shape[0]
     half = max(triton.next_power_of_2(dim // 2), 16)
     wide = max(triton.next_power_of_2(dim), 16)
     shape: dict[str, Any] = {"H": heads, "KV_HEADS": kv_heads, "D": dim, "HALF": half}
-    shape |= {"WIDE": wide, "PAGE": page, **chained(q.device)}
+    shape |= {"WIDE": wide, **assembly(q.device), **chained(q.device)}
     shape["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"
     shape |= {"CAP": (softcap or 0.0) * LOG2_E, "HAS_SINKS": sinks is not None}
     header, sunk = work[HEADER * group :], q if sinks is None else sinks
     pools = (*own[:2], *vision[:2], own.k.stride(0), vision.k.stride(0))
+    shape |= {"OWN_FORM": _form(own, dim), "VISION_FORM": _form(vision, dim)}
     results = (out, scratch.parts, scratch.lses)
     if launch.large:
         attention_kernels.attend_many[(launch.large,)](

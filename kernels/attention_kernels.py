@@ -8,6 +8,8 @@ A *task* is one work item and one KV head: some queries (all query heads of the 
 over some keys, read once for all of them. Long contexts are cut into items, whose partial results
 are merged in a fixed order: the bits of a query's result depend on its own segments only. An item
 that holds everything its queries read writes the result itself.
+
+Each pool has a format of its own, by its code in mmserve.kernels.unpacking.
 """
 
 # Kernels are typed by what they are launched with.
@@ -19,6 +21,9 @@ import triton
 import triton.language as tl
 
 from mmserve.kernels import work as tables
+from mmserve.kernels.packed_keys import run_packed
+from mmserve.kernels.plain_keys import run_keys
+from mmserve.kernels.unpacking import PLAIN
 
 OWN, TEXT, VISION, SINKS, SHARED = (
     tl.constexpr(code)
@@ -27,97 +32,61 @@ OWN, TEXT, VISION, SINKS, SHARED = (
 
 
 @triton.jit
-def _tiles(
-    state_m, state_l, acc, q_a, q_b, keys, values, table, begin, end, first, last, lo, hi,
-    tree, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _run(
+    state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base, turned, keys, values, table,
+    first, last, all_first, all_last, lo, hi, tree,
+    FORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys [begin, end) of one segment, BLOCK_N at a time.
-
-    state_m, state_l [M], acc [M, WIDE]; q_a, q_b [M, HALF] the rotated halves, scaled for exp2;
-    keys, values: a head's first element; table: the segment's page ids. With MASKED nothing outside
-    of [first, last) is touched and a row reads its keys [lo, hi) [M] only, with TREES also hi + j
-    for the bits j of tree int64 [M]; without, every row reads every key.
-    CAP: scores, scaled as q is, never exceed it (0: they may).
-    """
-    half = tl.arange(0, HALF)
-    wide = tl.arange(0, WIDE)
-    half_ok = half < D // 2
-    wide_ok = wide < D
-    for at in tl.range(begin, end, BLOCK_N):
-        n = at + tl.arange(0, BLOCK_N)
-        valid = (n >= first) & (n < last)
-        if MASKED:
-            page = tl.load(table + n // PAGE, mask=valid, other=0)
-        else:
-            page = tl.load(table + n // PAGE)
-        slot = page.to(tl.int64) * PAGE + n % PAGE
-        if MASKED or HALF * 2 != D:
-            k_mask = half_ok[:, None] & valid[None, :]
-            k_a = tl.load(keys + slot[None, :] * D + half[:, None], mask=k_mask, other=0.0)
-            k_b = tl.load(keys + slot[None, :] * D + D // 2 + half[:, None], mask=k_mask, other=0.0)
-        else:
-            k_a = tl.load(keys + slot[None, :] * D + half[:, None])
-            k_b = tl.load(keys + slot[None, :] * D + D // 2 + half[:, None])
-        s = tl.dot(q_a, k_a, input_precision=PRECISION)
-        s = tl.dot(q_b, k_b, s, input_precision=PRECISION)
-        if CAP > 0:
-            # CAP tanh(s / CAP), by an exponential that may overflow.
-            s = CAP - 2 * CAP / (tl.exp2(s * (2.8853900817779268 / CAP)) + 1)
-        if MASKED:
-            read = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
-            if TREES:
-                bit = n[None, :] - hi[:, None]
-                drawn = (tree[:, None] >> (bit & 63).to(tl.int64)) & 1
-                read |= (bit >= 0) & (bit < 64) & (drawn == 1)
-            s = tl.where(read & valid[None, :], s, -1e30)
-        new_m = tl.maximum(state_m, tl.max(s, 1))
-        p = tl.exp2(s - new_m[:, None])
-        if MASKED:
-            p = tl.where(s > -1e29, p, 0.0)
-        fade = tl.exp2(state_m - new_m)
-        state_l = state_l * fade + tl.sum(p, 1)
-        acc = acc * fade[:, None]
-        if MASKED or WIDE != D:
-            v_mask = valid[:, None] & wide_ok[None, :]
-            v = tl.load(values + slot[:, None] * D + wide[None, :], mask=v_mask, other=0.0)
-        else:
-            v = tl.load(values + slot[:, None] * D + wide[None, :])
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        state_m = new_m
+    """`run_keys` or `run_packed` with the queries q_a, q_b, which stand `at` [M] in q and are
+    turned back by base [M] if `turned`. FORM: a pool's format, the bytes of its tiles and the
+    tokens of its pages."""
+    CODE: tl.constexpr = FORM[0]
+    TILE: tl.constexpr = FORM[1]
+    PAGE: tl.constexpr = FORM[2]
+    if CODE == PLAIN:
+        kind = q.dtype.element_ty
+        state_m, state_l, acc = run_keys(
+            state_m, state_l, acc, q_a.to(kind), q_b.to(kind), keys, values, table, first, last,
+            all_first, all_last, lo, hi, tree, D, HALF, WIDE, PAGE, BLOCK_N, TREES, CAP, PRECISION,
+        )  # fmt: skip
+    else:
+        state_m, state_l, acc = run_packed(
+            state_m, state_l, acc, q, at, ok, scale, rope, base, turned, keys, values, table,
+            first, last, all_first, all_last, lo, hi, tree,
+            CODE, D, WIDE, PAGE, TILE, BLOCK_N, TREES, CAP, ASSEMBLY,
+        )  # fmt: skip
     return state_m, state_l, acc
 
 
 @triton.jit
-def run_keys(
-    state_m, state_l, acc, q_a, q_b, keys, values, table, first, last, all_first, all_last, lo, hi,
-    tree, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+def _read(
+    state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base, turned, visual,
+    k_own, v_own, k_vision, v_vision, table, first, last, all_first, all_last, lo, hi, tree,
+    OWN_FORM: tl.constexpr, VISION_FORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_N: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """`_tiles` over the keys [first, last), of which every row reads [all_first, all_last).
-
-    Blocks begin at multiples of their size: a row's bits follow from what it reads alone.
-    """
-    begin = first - first % BLOCK_N
-    whole = tl.cdiv(all_first, BLOCK_N) * BLOCK_N
-    full = all_last - all_last % BLOCK_N
-    some = whole < full
-    whole = tl.where(some, whole, begin)
-    full = tl.where(some, full, begin)
-    if begin < whole:
-        state_m, state_l, acc = _tiles(
-            state_m, state_l, acc, q_a, q_b, keys, values, table, begin, whole, first, last, lo, hi,
-            tree, D, HALF, WIDE, PAGE, BLOCK_N, True, TREES, CAP, PRECISION,
+    """`_run` over a head's keys in the vision pool, if `visual`, or in the own one."""
+    ALIKE: tl.constexpr = OWN_FORM == VISION_FORM
+    keys = k_own
+    values = v_own
+    if ALIKE:  # one loop serves both
+        if visual:
+            keys = k_vision
+            values = v_vision
+    if ALIKE or not visual:
+        state_m, state_l, acc = _run(
+            state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base, turned, keys, values,
+            table, first, last, all_first, all_last, lo, hi, tree,
+            OWN_FORM, D, HALF, WIDE, BLOCK_N, TREES, CAP, PRECISION, ASSEMBLY,
         )  # fmt: skip
-    state_m, state_l, acc = _tiles(
-        state_m, state_l, acc, q_a, q_b, keys, values, table, whole, full, first, last, lo, hi,
-        tree, D, HALF, WIDE, PAGE, BLOCK_N, False, TREES, CAP, PRECISION,
-    )  # fmt: skip
-    if full < last:
-        state_m, state_l, acc = _tiles(
-            state_m, state_l, acc, q_a, q_b, keys, values, table, full, last, first, last, lo, hi,
-            tree, D, HALF, WIDE, PAGE, BLOCK_N, True, TREES, CAP, PRECISION,
+    else:
+        state_m, state_l, acc = _run(
+            state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base, turned,
+            k_vision, v_vision, table, first, last, all_first, all_last, lo, hi, tree,
+            VISION_FORM, D, HALF, WIDE, BLOCK_N, TREES, CAP, PRECISION, ASSEMBLY,
         )  # fmt: skip
     return state_m, state_l, acc
 
@@ -172,8 +141,9 @@ def attend_one(
     work, header, q, out, parts, lses, k_own, v_own, k_vision, v_vision,
     own_head, vision_head, rope, scale, sinks,
     H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SMALL: tl.constexpr, CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    OWN_FORM: tl.constexpr, VISION_FORM: tl.constexpr, ASSEMBLY: tl.constexpr,
     LATE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All small items of the set with this header. q [T, H, D] rotated at absolute positions, out
@@ -206,20 +176,17 @@ def attend_one(
         query_head = head * GROUP + g
         at = (row * H + query_head) * D
         q_a, q_b = _query(q, at, ok, scale, D, HALF)
-        keys = k_own + head * own_head
-        values = v_own + head * own_head
-        if base != OWN:
-            keys = k_vision + head * vision_head
-            values = v_vision + head * vision_head
         if base >= 0:
             q_a, q_b = turn_back(q_a, q_b, rope, base + tl.zeros_like(g), ok, D, HALF)
         state_m = tl.full([BLOCK_M], -1e30, tl.float32)
         state_l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
-        state_m, state_l, acc = run_keys(
-            state_m, state_l, acc, q_a.to(q.dtype.element_ty), q_b.to(q.dtype.element_ty),
-            keys, values, table, first, last, first, last, none, all_keys,
-            none, D, HALF, WIDE, PAGE, BLOCK_N, False, CAP, PRECISION,
+        state_m, state_l, acc = _read(
+            state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base + tl.zeros_like(g),
+            base >= 0, base != OWN, k_own + head * own_head, v_own + head * own_head,
+            k_vision + head * vision_head, v_vision + head * vision_head, table, first, last,
+            first, last, none, all_keys, none,
+            OWN_FORM, VISION_FORM, D, HALF, WIDE, BLOCK_N, False, CAP, PRECISION, ASSEMBLY,
         )  # fmt: skip
         target = slot + tl.zeros([BLOCK_M], tl.int64)
         store_item(
@@ -233,13 +200,13 @@ def attend_one(
 @triton.jit
 def _segment(
     state_m, state_l, acc, wide_a, wide_b, work, segment, entry, shift,
-    lo, hi, visual_lo, visual_hi, tree, ok, k_own, v_own, k_vision, v_vision, rope,
-    ENTRY: tl.constexpr, KIND: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, TREES: tl.constexpr,
-    CAP: tl.constexpr, PRECISION: tl.constexpr,
+    lo, hi, visual_lo, visual_hi, tree, q, at, ok, scale, k_own, v_own, k_vision, v_vision, rope,
+    OWN_FORM: tl.constexpr, VISION_FORM: tl.constexpr, ENTRY: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, TREES: tl.constexpr,
+    CAP: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """All keys of one segment for the queries wide_a, wide_b of a large item, whose entries stand
-    at `entry` [M]."""
+    """All keys of one segment for the queries wide_a, wide_b of a large item, which stand `at` [M]
+    in q and whose entries stand at `entry` [M]."""
     kind = tl.load(segment)
     table = work + tl.load(segment + 1)
     first = tl.load(segment + 2)
@@ -248,11 +215,8 @@ def _segment(
     offset = tl.load(segment + 7)
     q_a = wide_a
     q_b = wide_b
-    keys = k_own
-    values = v_own
-    if (kind == VISION) | (kind == SHARED):
-        keys = k_vision
-        values = v_vision
+    visual = (kind == VISION) | (kind == SHARED)
+    if visual:
         lo = visual_lo - offset
         hi = visual_hi - offset
     if kind == SHARED:
@@ -266,21 +230,22 @@ def _segment(
         lo = lo * 0
     if base >= 0:
         q_a, q_b = turn_back(wide_a, wide_b, rope, base + shift, ok, D, HALF)
-    return run_keys(
-        state_m, state_l, acc, q_a.to(KIND), q_b.to(KIND), keys, values, table, first, last,
-        tl.load(segment + 4), tl.load(segment + 5), lo, hi,
-        tree, D, HALF, WIDE, PAGE, BLOCK_N, TREES, CAP, PRECISION,
+    return _read(
+        state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base + shift, base >= 0, visual,
+        k_own, v_own, k_vision, v_vision, table, first, last, tl.load(segment + 4),
+        tl.load(segment + 5), lo, hi, tree,
+        OWN_FORM, VISION_FORM, D, HALF, WIDE, BLOCK_N, TREES, CAP, PRECISION, ASSEMBLY,
     )  # fmt: skip
 
 
 @triton.jit
 def attend_many(
-    work, header, q, out, parts, lses, k_own, v_own, k_vision, v_vision,
-    own_head, vision_head, rope, scale, sinks,
-    H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    work, header, q, out, parts, lses, k_own, v_own, k_vision, v_vision, own_head, vision_head,
+    rope, scale, sinks, H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LARGE: tl.constexpr, ENTRY: tl.constexpr, SEGMENT: tl.constexpr, TREES: tl.constexpr,
-    CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+    CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, OWN_FORM: tl.constexpr,
+    VISION_FORM: tl.constexpr, ASSEMBLY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All large items; arguments as `attend_one`'s."""
     GROUP: tl.constexpr = H // KV_HEADS
@@ -321,14 +286,14 @@ def attend_many(
         state_m = tl.full([BLOCK_M], -1e30, tl.float32)
         state_l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
-        first_segment = tl.load(item + 2)
-        for index in range(first_segment, first_segment + tl.load(item + 3)):
+        begin = tl.load(item + 2)
+        for index in range(begin, begin + tl.load(item + 3)):
             state_m, state_l, acc = _segment(
-                state_m, state_l, acc, wide_a, wide_b, work, segments + index * SEGMENT,
-                entry, shift, lo, hi, visual_lo, visual_hi, tree, ok,
-                k_own + head * own_head, v_own + head * own_head,
-                k_vision + head * vision_head, v_vision + head * vision_head, rope,
-                ENTRY, q.dtype.element_ty, D, HALF, WIDE, PAGE, BLOCK_N, TREES, CAP, PRECISION,
+                state_m, state_l, acc, wide_a, wide_b, work, segments + index * SEGMENT, entry,
+                shift, lo, hi, visual_lo, visual_hi, tree, q, at, ok, scale,
+                k_own + head * own_head, v_own + head * own_head, k_vision + head * vision_head,
+                v_vision + head * vision_head, rope, OWN_FORM, VISION_FORM, ENTRY, D, HALF, WIDE,
+                BLOCK_N, TREES, CAP, PRECISION, ASSEMBLY,
             )  # fmt: skip
         store_item(
             acc, state_m, state_l, ok, at, target * H + query_head, target, query_head,

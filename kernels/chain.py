@@ -32,6 +32,12 @@ def _has_chains(device: torch.device) -> bool:
     return has_kernels(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def assembly(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel with the parameter ASSEMBLY: whether it may use a GPU's own
+    instructions, which Triton's interpreter does not know."""
+    return {"ASSEMBLY": has_kernels(device)}
+
+
 def chained(device: torch.device) -> dict[str, Any]:
     """Launch options of a kernel with the parameter CHAINED."""
     if _has_chains(device):

@@ -27,7 +27,7 @@ from mmserve.kernels import (
     sampling,
     spans,
 )
-from mmserve.kernels.kv_formats import Pages
+from mmserve.kernels.kv_formats import FORMATS, GROUP_TOKENS, KVFormat, Pages
 from mmserve.kernels.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -57,7 +57,7 @@ def compile_only() -> None:
     driver.set_active(Board())
     kernel.run = compiled
     chained: Any = chain
-    chained._has_chains = lambda device: True
+    chained._has_chains = chained.has_kernels = lambda device: True
 
 
 def gemvs() -> None:
@@ -133,6 +133,24 @@ def bests() -> None:
         likeliest.likeliest(scores, min(width, 8), normed=normed)
 
 
+def packed(kind: KVFormat, dim: int) -> Pages:
+    size = (2, 1, 4, kind.tile_bytes(GROUP_TOKENS, dim))
+    k, v = torch.zeros(size, dtype=torch.uint8)
+    return Pages(k, v, kind, GROUP_TOKENS, dim)
+
+
+def formats() -> None:
+    """Of both pools, and of the vision pool beside text as it is computed."""
+    launch = Launch(small=1, large=0, merge=0, tile_rows=32)
+    q, work = torch.zeros(3, 4, 64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int32)
+    scratch, rope = attention.Scratch(1, 4, 64, q.device), torch.zeros(1, 2, 32)
+    plain = Pages(*pool(1, 5, 64, q.dtype))
+    for name in ("fp8_e4m3", "fp8_e5m2", "int8", "int4", "int2_outliers"):
+        vision = packed(FORMATS[name], 64)
+        own = plain if name == "int8" else vision
+        attention.paged_attention(q, work, own, vision, rope, 1.0, scratch, q, launch)
+
+
 def grafts() -> None:
     for tokens, grown in itertools.product((1, 3), (1, 5)):
         work, rows = torch.zeros(64, dtype=torch.int32), torch.zeros(4, tokens, dtype=torch.int32)
@@ -177,5 +195,17 @@ def towers() -> None:
 
 if __name__ == "__main__":
     compile_only()
-    for kernels in (gemvs, elementwise, choices, attentions, grafts, bests, preludes, rows, towers):
+    steps = (
+        gemvs,
+        elementwise,
+        choices,
+        attentions,
+        formats,
+        grafts,
+        bests,
+        preludes,
+        rows,
+        towers,
+    )
+    for kernels in steps:
         kernels()

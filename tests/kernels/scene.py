@@ -2,6 +2,7 @@
 
 The answer is worked out in float64, query by query, from unrotated queries and keys and the plain
 rule of who sees whom; nothing of the kernels' arithmetic is used but the order of a head's halves.
+Keys and values are those that the pools' formats give back.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmserve.kernels import kv_formats
-from mmserve.kernels.reference import AttentionPlan, QueryGroup, rotate
+from mmserve.kernels.kv_formats import GROUP_TOKENS, PLAIN, KVFormat
+from mmserve.kernels.reference import AttentionPlan, QueryGroup, read_pages, rotate, write_kv
 
 THETA = 10_000.0
 
@@ -72,7 +74,8 @@ class Row:
 @dataclass(frozen=True)
 class Shape:
     """`in_context`: images' keys are rotated as the sequence counts. `origin`: the position of a
-    sequence's first token. `learned`: heads have learned sinks."""
+    sequence's first token. `learned`: heads have learned sinks. `kinds`: formats of text and
+    vision; pages that are stored as a whole have as many tokens as they are to have."""
 
     kv_heads: int = 2
     group: int = 3
@@ -82,6 +85,12 @@ class Shape:
     origin: int = 0
     softcap: float | None = None
     learned: bool = False
+    kinds: tuple[KVFormat, KVFormat] = (PLAIN, PLAIN)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Tokens of a page of text and vision."""
+        return tuple(GROUP_TOKENS if kind.whole_pages else self.page for kind in self.kinds)
 
     @property
     def heads(self) -> int:
@@ -139,10 +148,13 @@ class Scene:
     def __post_init__(self) -> None:
         self._random = torch.Generator().manual_seed(self.seed)
         shape, rows = self.shape, [r for _, rs in self.groups for r in rs]
-        text = sum(-(-r.length // shape.page) for r in rows) + 2
-        images = sum(-(-n // shape.page) for r in rows for _, n in r.images) + 2
+        text_page, vision_page = shape.pages
+        text = sum(-(-r.length // text_page) for r in rows) + 2
+        images = sum(-(-n // vision_page) for r in rows for _, n in r.images) + 2
         # Whatever nobody wrote is loud: a kernel that reads it is far off.
-        self.text, self.vision = self._pool(text), self._pool(images)
+        self.text, self.vision = (
+            self._pool(*each) for each in zip((text, images), shape.pages, shape.kinds, strict=True)
+        )
         self._text_pages, self._image_pages = self._pages(text), self._pages(images)
         self.sinks = self._randn(shape.heads) * 2 if shape.learned else None
         self.bases = []
@@ -154,10 +166,17 @@ class Scene:
         none = torch.zeros(0)
         self.plan = AttentionPlan(none.long(), none, none, tuple(groups))
 
-    def _pool(self, pages: int) -> kv_formats.Pages:
-        shape = self.shape
-        size = (shape.kv_heads, pages, shape.page, shape.dim)
-        return kv_formats.Pages(self._randn(*size) * 100, self._randn(*size) * 100)
+    def _pool(self, pages: int, page: int, kind: KVFormat) -> kv_formats.Pages:
+        heads, dim = self.shape.kv_heads, self.shape.dim
+        k, v = (self._randn(heads, pages, page, dim) * 100 for _ in "kv")
+        if kind.plain:
+            return kv_formats.Pages(k, v)
+        size = (2, heads, pages, kind.tile_bytes(page, dim))
+        keys, values = torch.zeros(size, dtype=torch.uint8)
+        pool = kv_formats.Pages(keys, values, kind, page, dim)
+        loud = (x.flatten(1, 2).transpose(0, 1) for x in (k, v))
+        write_kv(pool, torch.arange(pages * page), *loud)
+        return pool
 
     def _pages(self, count: int) -> Pages:
         return Pages(torch.randperm(count, generator=self._random).tolist())
@@ -252,11 +271,15 @@ class Scene:
     ) -> tuple[list[Key], list[int]]:
         """Write `count` new keys, rotated at `stored_at`; they and their pages."""
         k, v = (self._randn(count, self.shape.kv_heads, self.shape.dim) for _ in "kv")
-        taken, size = pages.take(count, self.shape.page), self.shape.page
-        for t, new in enumerate(zip(self._turn(k, list(stored_at)), v, strict=True)):
-            for pool, tensor in zip(pools[:2], new, strict=True):
-                pool[:, taken[t // size], t % size] = tensor
-        return list(zip(stored_at, k, v, strict=True)), taken
+        taken = pages.take(count, pools.size)
+        index, places = torch.arange(count), list(stored_at)
+        slots = torch.tensor(taken)[index // pools.size] * pools.size + index % pools.size
+        write_kv(pools, slots, self._turn(k, places), v)
+        if not pools.kind.plain:
+            found = read_pages(pools, torch.tensor([taken]))
+            k, v = (x[0, :, :count].transpose(0, 1).double() for x in found)
+            k = turn(k, -torch.tensor(places)[:, None])
+        return list(zip(places, k, v, strict=True)), taken
 
     def _answer(self, q: Tensor, at: int, read: list[Key]) -> Tensor:
         """q [H, D] at position `at` over (position, key, value)s, all unrotated -> [H, D]."""

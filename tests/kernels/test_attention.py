@@ -76,6 +76,11 @@ def table(scene: Scene) -> torch.Tensor:
     return rope.to(DEVICE)
 
 
+def on_device(pages: Pages, dtype: torch.dtype) -> Pages:
+    stored = dtype if pages.kind.plain else torch.uint8
+    return pages._replace(k=pages.k.to(DEVICE, stored), v=pages.v.to(DEVICE, stored))
+
+
 def attend(
     scene: Scene,
     some: list[work.Reader],
@@ -98,10 +103,7 @@ def attend(
     scratch.parts.fill_(torch.nan)
     scratch.lses.fill_(torch.nan)
     out = torch.full_like(q, torch.nan)
-    text, vision = (
-        Pages(pool.k.to(DEVICE, dtype), pool.v.to(DEVICE, dtype))
-        for pool in (scene.text, scene.vision)
-    )
+    text, vision = (on_device(pool, dtype) for pool in (scene.text, scene.vision))
     attention.paged_attention(
         q,
         torch.from_numpy(work.join([tables])).to(DEVICE),
