@@ -85,7 +85,7 @@ def test_the_wheel_holds_every_file_of(folder: str, prefix: str, names: set[str]
 
 
 def test_the_wheel_holds_weights_page_and_licence(names: set[str]) -> None:
-    assert "mmserve/webui/index.html" in names
+    assert {"mmserve/webui/index.html", "mmserve/webui/kv.html"} <= names
     assert "mmserve/configs/models/smolvision-135m.json" in names
     assert "mmserve/configs/models/smolvision-135m/vision.safetensors" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
