@@ -144,7 +144,8 @@ def picture(color: str, size: tuple[int, int] = (48, 48)) -> bytes:
     return buffer.getvalue()
 
 
-# By module: while Playwright runs, no other event loop can in its thread, and other tests may follow.
+# By module: while Playwright runs, no other event loop can in its thread, and other tests may
+# follow.
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     path = shutil.which("chromium")
