@@ -27,7 +27,7 @@ from mmserve.bench.machine import facts
 from mmserve.bench.shapes import EOS, SPECIAL, padded_tokenizer, seeded
 from mmserve.bench.sizes import Sizes, kv_bytes_per_token
 from mmserve.bench.suite import Case, Line, SuiteReport, record, render, run_cases
-from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
 from mmserve.engine.engine import Engine
 from mmserve.model.checkpoint import Checkpoint, SamplingDefaults, declared_length
 from mmserve.model.hub import Source
@@ -137,6 +137,9 @@ def _engine_config(config: ModelConfig, loaded: LoadedCheckpoint, plan: Plan) ->
     tokens = 2 * batch * (context + plan.grown)
     return EngineConfig(
         model=config,
+        speculative=SpecConfig(
+            method=None
+        ),  # or random weights would repeat themselves into drafts
         cache=CacheConfig(text_bytes=tokens * token, vision_bytes=64 * 16 * token),
         scheduler=SchedulerConfig(max_num_seqs=batch),
     )
