@@ -4,6 +4,7 @@
  * Owns the key and how it is presented. Every refusal is an `ApiFault` with the server's code; a
  * lost network stays the `TypeError` of `fetch`.
  */
+import type { ChatBody } from './continuing';
 import { errorOf } from './protocol';
 import type {
   ApiError,
@@ -113,6 +114,16 @@ export class Api {
   async tail(id: string, after: number, signal: AbortSignal): Promise<ReadableStream<Uint8Array>> {
     const from = after < 0 ? '' : `&starting_after=${after}`;
     const response = await this.call(`v1/responses/${id}?stream=true${from}`, { signal });
+    return response.body ?? new ReadableStream();
+  }
+
+  /** The chunks of a chat completion. */
+  async chat(body: ChatBody, signal: AbortSignal): Promise<ReadableStream<Uint8Array>> {
+    const response = await this.call('v1/chat/completions', {
+      method: 'POST',
+      body: JSON.stringify(body),
+      signal,
+    });
     return response.body ?? new ReadableStream();
   }
 

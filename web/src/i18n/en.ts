@@ -105,6 +105,7 @@ export const en = {
   stopped: 'Stopped.',
   cut: 'The answer reached its length limit.',
   retry: 'Try again',
+  continue: 'Continue',
   copy: 'Copy',
   copied: 'Copied',
   cancel: 'Cancel',

@@ -107,6 +107,7 @@ export const zh: Dictionary = {
   stopped: '已停止。',
   cut: '回答达到了长度上限。',
   retry: '重试',
+  continue: '继续',
   copy: '复制',
   copied: '已复制',
   cancel: '取消',

@@ -6,6 +6,8 @@
  */
 import { fail, isRunning, newAnswer, reduce } from '../answer';
 import type { Answer } from '../answer';
+import { continueBody, goOn, halt } from '../continuing';
+import type { Chunk } from '../continuing';
 import type { Api } from '../api';
 import { Frame } from '../frame';
 import { newId } from '../ids';
@@ -14,6 +16,7 @@ import { requestOptions } from '../options';
 import type { PictureLimits } from '../pictures';
 import type { ApiError, ResponseEvent } from '../protocol';
 import type { Conversation, Picture, Store, Turn } from '../store';
+import { readEvents } from '../sse';
 import type { Call, Transport } from '../transport';
 import { answerVersions, newestLeaf, pathTo } from '../tree';
 import { Album, fileIdsOf } from './album.svelte';
@@ -62,6 +65,7 @@ export class Thread {
   readonly draft: Draft;
   private readonly warmer: Warmer;
   private readonly calls = new Map<string, Call>();
+  private readonly continued = new Map<string, AbortController>();
   private savedAt = 0;
 
   constructor(
@@ -94,7 +98,8 @@ export class Thread {
     for (const { id, answer } of turns) {
       const { responseId, sequence } = answer;
       if (!isRunning(answer)) continue;
-      if (responseId === null) this.ask(id);
+      if (responseId === null && answer.text !== '') this.update(id, (old) => halt(old, null));
+      else if (responseId === null) this.ask(id);
       else this.calls.set(id, transport.follow(responseId, sequence, this.listener(id)));
     }
   }
@@ -121,7 +126,8 @@ export class Thread {
   }
 
   private get busy(): boolean {
-    return [...this.calls.values()].some(({ phase }) => phase !== 'ended');
+    const calling = [...this.calls.values()].some(({ phase }) => phase !== 'ended');
+    return calling || this.continued.size > 0;
   }
 
   /** Sends the message that was written; it stays where a picture failed. */
@@ -184,10 +190,38 @@ export class Thread {
     this.ask(turn.id);
   }
 
+  /** Goes on with an answer that was cut or stopped. */
+  async goOn(turn: Turn): Promise<void> {
+    const { api } = this.services;
+    const context = contextOf(this.turns, turn);
+    const ids = [...context, turn].flatMap(({ pictureIds }) => pictureIds);
+    const abort = new AbortController();
+    this.continued.set(turn.id, abort);
+    this.update(turn.id, (answer) => ({
+      ...answer,
+      ...{ status: 'streaming', error: null, responseId: null },
+    }));
+    try {
+      await this.album.uploadAgain(this.album.of(ids).filter(({ fileId }) => fileId === null));
+      const body = continueBody(context, turn, this.album.fileIds(), settings.options);
+      for await (const chunk of readEvents(await api.chat(body, abort.signal))) {
+        this.update(turn.id, (answer) => goOn(answer, chunk as Chunk, Date.now()));
+      }
+      this.update(turn.id, (answer) => halt(answer, null));
+    } catch (reason) {
+      const error = abort.signal.aborted ? null : attachmentError(reason);
+      this.update(turn.id, (answer) => halt(answer, error));
+    } finally {
+      this.continued.delete(turn.id);
+    }
+  }
+
   /** Ends the running answer; its text so far stays. */
   stop(): void {
     const turn = this.path.at(-1);
     if (turn === undefined || !isRunning(turn.answer)) return;
+    const continued = this.continued.get(turn.id);
+    if (continued !== undefined) return continued.abort();
     const call = this.calls.get(turn.id);
     const { transport } = this.services;
     const end = (): void => {
@@ -216,6 +250,7 @@ export class Thread {
   /** Before the conversation is deleted: nothing of it goes on. */
   discard(): void {
     this.warmer.discard();
+    for (const abort of this.continued.values()) abort.abort();
     for (const call of this.calls.values()) {
       if (call.phase === 'ended') continue;
       this.services.transport.stop(call);
