@@ -18,7 +18,7 @@ from mmserve.kernels import attention_kernels
 from mmserve.kernels.chain import assembly, chained
 from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.launch import Launch
-from mmserve.kernels.unpacking import NAMES, tile_bytes
+from mmserve.kernels.unpacking import form
 from mmserve.kernels.work import ENTRY, HEADER, LARGE, SEGMENT, SMALL, SMALL_ROWS
 
 LOG2_E = 1.4426950408889634
@@ -50,11 +50,6 @@ def _tuning_large(tile_rows: int, dim: int, itemsize: int) -> dict[str, int]:
     narrow = dim > 128 or itemsize > 2
     warps = tile_rows // 16 if dim > 64 else 4
     return {"BLOCK_N": 32 if narrow else 64, "num_warps": warps, "num_stages": 2}
-
-
-def _form(pages: Pages, dim: int) -> tuple[int, int, int]:
-    """How the kernels read a pool: its format, bytes of a tile, tokens of a page."""
-    return NAMES.index(pages.kind.name), tile_bytes(pages.kind, pages.size, dim), pages.size
 
 
 def paged_attention(
@@ -89,7 +84,7 @@ def paged_attention(
     shape |= {"CAP": (softcap or 0.0) * LOG2_E, "HAS_SINKS": sinks is not None}
     header, sunk = work[HEADER * group :], q if sinks is None else sinks
     pools = (*own[:2], *vision[:2], own.k.stride(0), vision.k.stride(0))
-    shape |= {"OWN_FORM": _form(own, dim), "VISION_FORM": _form(vision, dim)}
+    shape |= {"OWN_FORM": form(own, dim), "VISION_FORM": form(vision, dim)}
     results = (out, scratch.parts, scratch.lses)
     if launch.large:
         attention_kernels.attend_many[(launch.large,)](

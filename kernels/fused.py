@@ -20,6 +20,8 @@ from torch import Tensor
 
 from mmserve.kernels.chain import chained
 from mmserve.kernels.kv_formats import Pages
+from mmserve.kernels.packed_store import keep
+from mmserve.kernels.unpacking import PLAIN, form
 
 MAX_WIDTH = 16384  # a row stays in one program's registers
 TOKENS = 4  # of one head, by one warp: 16-byte accesses at 128 dimensions, and no loss at one token
@@ -112,6 +114,27 @@ def _write(at, first, second, rest, half, ok, tail, tail_ok, ROTARY: tl.constexp
 
 
 @triton.jit
+def _keep(
+    slot, text, vision, head, text_head, vision_head, first, second, rest, dim, ok, tail, tail_ok,
+    TEXT_FORM: tl.constexpr, VISION_FORM: tl.constexpr, ROTARY: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Store heads at slots [N] of the pools that they name."""
+    if TEXT_FORM[0] == PLAIN and VISION_FORM[0] == PLAIN:
+        target = _place(slot, text, vision, head, text_head, vision_head, D)
+        stored = (slot != -1)[:, None]
+        _write(target, first, second, rest, dim, ok & stored, tail, tail_ok & stored, ROTARY, D)
+    else:
+        keep(
+            text + head * text_head, slot, slot >= 0, first, second, rest, dim, ok, tail, tail_ok,
+            TEXT_FORM, ROTARY, D,
+        )  # fmt: skip
+        keep(
+            vision + head * vision_head, -2 - slot, slot < -1, first, second, rest, dim, ok, tail,
+            tail_ok, VISION_FORM, ROTARY, D,
+        )  # fmt: skip
+
+
+@triton.jit
 def _gain(weight, at, ok):
     """float32 [1, len(at)]"""
     return tl.load(weight + at, mask=ok, other=0.0).to(tl.float32)[None, :]
@@ -138,7 +161,7 @@ def _rotate_store(
     q_weight, k_weight, eps, num_tokens, qkv_row, turn_row, q_row, text_head, vision_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, TILE: tl.constexpr, PLACED: tl.constexpr,
-    NORM: tl.constexpr, CHAINED: tl.constexpr,
+    NORM: tl.constexpr, TEXT_FORM: tl.constexpr, VISION_FORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """TILE tokens of one head, whose first ROTARY dimensions are turned. HALF and REST: ROTARY / 2
     and D - ROTARY padded to powers of two."""
@@ -148,7 +171,6 @@ def _rotate_store(
     dim = tl.arange(0, HALF)
     tail = ROTARY + tl.arange(0, REST)
     here = (token < num_tokens)[:, None]
-    stored = (slot != -1)[:, None]
     ok = here & (dim < ROTARY // 2)[None, :]
     tail_ok = here & (tail < D)[None, :]
     row = token.to(tl.int64)
@@ -180,13 +202,15 @@ def _rotate_store(
             target = q_out + row * q_row + head * D
             _write(target, x, y, c, dim, ok, tail, tail_ok, ROTARY, D)
         else:
-            target = _place(slot, k_text, k_vision, head - HEADS, text_head, vision_head, D)
-            _write(target, x, y, c, dim, ok & stored, tail, tail_ok & stored, ROTARY, D)
+            _keep(
+                slot, k_text, k_vision, head - HEADS, text_head, vision_head, x, y, c, dim, ok,
+                tail, tail_ok, TEXT_FORM, VISION_FORM, ROTARY, D,
+            )  # fmt: skip
     else:
         index = head - HEADS - KV_HEADS
-        target = _place(slot, v_text, v_vision, index, text_head, vision_head, D)
-        _write(
-            target, first, second, rest, dim, ok & stored, tail, tail_ok & stored, ROTARY, D
+        _keep(
+            slot, v_text, v_vision, index, text_head, vision_head, first, second, rest, dim, ok,
+            tail, tail_ok, TEXT_FORM, VISION_FORM, ROTARY, D,
         )  # fmt: skip
 
 
@@ -194,24 +218,33 @@ def _rotate_store(
 def _store(
     k, v, slots, k_text, v_text, k_vision, v_vision, num_tokens, k_row, k_own_head, v_row,
     v_own_head, text_head, vision_head,
-    D: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, TEXT_FORM: tl.constexpr,
+    VISION_FORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """TILE tokens of one head. WIDE is D padded to a power of two."""
+    """TILE tokens of one head. HALF is D / 2 padded to a power of two."""
     head = tl.program_id(0)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
-    dim = tl.arange(0, WIDE)
-    stored = (slot != -1)[:, None] & (dim < D)[None, :]
+    dim = tl.arange(0, HALF)
+    ok = (slot != -1)[:, None] & (dim < D // 2)[None, :]
     row = token.to(tl.int64)
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    keys = tl.load(k + (row * k_row + head * k_own_head)[:, None] + dim[None, :], mask=stored)
-    values = tl.load(v + (row * v_row + head * v_own_head)[:, None] + dim[None, :], mask=stored)
-    target = _place(slot, k_text, k_vision, head, text_head, vision_head, D)
-    tl.store(target[:, None] + dim[None, :], keys.to(k_text.dtype.element_ty), mask=stored)
-    target = _place(slot, v_text, v_vision, head, text_head, vision_head, D)
-    tl.store(target[:, None] + dim[None, :], values.to(v_text.dtype.element_ty), mask=stored)
+    keys = k + (row * k_row + head * k_own_head)[:, None] + dim[None, :]
+    values = v + (row * v_row + head * v_own_head)[:, None] + dim[None, :]
+    first = tl.load(keys, mask=ok, other=0.0)
+    second = tl.load(keys + D // 2, mask=ok, other=0.0)
+    _keep(
+        slot, k_text, k_vision, head, text_head, vision_head, first, second, first, dim, ok, dim,
+        ok, TEXT_FORM, VISION_FORM, D, D,
+    )  # fmt: skip
+    first = tl.load(values, mask=ok, other=0.0)
+    second = tl.load(values + D // 2, mask=ok, other=0.0)
+    _keep(
+        slot, v_text, v_vision, head, text_head, vision_head, first, second, first, dim, ok, dim,
+        ok, TEXT_FORM, VISION_FORM, D, D,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -320,7 +353,7 @@ def rotate_store(
         HEADS=heads, KV_HEADS=kv_heads, D=dim, ROTARY=turned,
         HALF=triton.next_power_of_2(turned // 2), REST=triton.next_power_of_2(max(dim - turned, 1)),
         TILE=TOKENS, PLACED=places is not None, NORM=norm is not None, num_warps=1,
-        **chained(qkv.device),
+        TEXT_FORM=form(text, dim), VISION_FORM=form(vision, dim), **chained(qkv.device),
     )  # fmt: skip
 
 
@@ -339,15 +372,16 @@ def store(
         return
     _store[(heads, triton.cdiv(num_tokens, TOKENS))](
         k, v, slots, *text[:2], *vision[:2], num_tokens, *k.stride()[:2], *v.stride()[:2], *strides,
-        D=dim, WIDE=triton.next_power_of_2(dim), TILE=TOKENS, num_warps=1, **chained(k.device),
+        D=dim, HALF=triton.next_power_of_2(dim // 2), TILE=TOKENS, num_warps=1,
+        TEXT_FORM=form(text, dim), VISION_FORM=form(vision, dim), **chained(k.device),
     )  # fmt: skip
 
 
 def _head_strides(text: Pages, vision: Pages) -> tuple[int, int]:
     """From head to head in either pool, each (K, V)."""
-    for k, v, *_ in (text, vision):
-        size, dim = k.shape[2:]
-        assert k.stride()[1:] == (size * dim, dim, 1) and v.stride() == k.stride()
+    for k, v, kind, *_ in (text, vision):
+        assert not kind.whole_pages, "pages that are stored as a whole are not stored by tokens"
+        assert k[0].is_contiguous() and v.stride() == k.stride()
     return text.k.stride(0), vision.k.stride(0)
 
 

@@ -224,6 +224,17 @@ def read_pages(pages: Pages, numbers: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+def read_slots(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of the tokens at the slots int64 [N]: each [Hkv, N, D]."""
+    if pages.kind.plain:
+        k, v = (pool.flatten(1, 2).index_select(1, slots) for pool in pages[:2])
+        return k, v
+    numbers, which = torch.unique(slots // pages.size, return_inverse=True)
+    at = which * pages.size + slots % pages.size
+    k, v = (found[0].index_select(1, at) for found in read_pages(pages, numbers[None]))
+    return k, v
+
+
 def _read(pages: Pages, part: Part, numbers: Tensor) -> Tensor:
     pool = pages.k if part == "k" else pages.v
     heads, found = pool.shape[0], pool.flatten(2).index_select(1, numbers.flatten())

@@ -22,8 +22,11 @@ NAMES = tuple(kv_formats.FORMATS)  # a format's code is its place
 PLAIN, E5M2, INT8 = (tl.constexpr(NAMES.index(name)) for name in ("auto", "fp8_e5m2", "int8"))
 
 
-def tile_bytes(kind: kv_formats.KVFormat, page_size: int, dim: int) -> int:
-    return 0 if kind.plain else kind.tile_bytes(page_size, dim)
+def form(pages: kv_formats.Pages, dim: int) -> tuple[int, int, int]:
+    """How kernels see a pool: its format's code, bytes of a tile, tokens of a page."""
+    kind = pages.kind
+    tile = 0 if kind.plain else kind.tile_bytes(pages.size, dim)
+    return NAMES.index(kind.name), tile, pages.size
 
 
 @triton.constexpr_function

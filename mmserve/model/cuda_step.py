@@ -18,6 +18,7 @@ from mmserve.cache.kv_pool import KVPool
 from mmserve.kernels import attention, fused
 from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.launch import Launch
+from mmserve.kernels.reference import read_slots
 from mmserve.kernels.row_attention import attend_row
 from mmserve.model.attention import Place
 
@@ -111,10 +112,7 @@ class CUDAStep:
         for chunk in self.dense[group] if self.dense else ():
             assert softcap is None and sinks is None
             rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
-            text, vision = pools
-            keys = _gather(chunk, text.k, vision.k)
-            values = _gather(chunk, text.v, vision.v)
-            out[rows] = _read_densely(chunk, q[rows], keys, values, scale)
+            out[rows] = _read_densely(chunk, q[rows], *_gather(chunk, *pools, q.dtype), scale)
         return out
 
     def read_row(
@@ -142,13 +140,17 @@ class CUDAStep:
         )
 
 
-def _gather(chunk: DenseChunk, text: Tensor, vision: Tensor) -> Tensor:
-    """K or V of a chunk's rows from the pools [Hkv, pages, page_size, D] -> [1, Hkv, N, D]."""
-    found = text.flatten(1, 2).index_select(1, chunk.slots)
+def _gather(
+    chunk: DenseChunk, text: Pages, vision: Pages, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """K and V of a chunk's rows as the pools give them back, each [1, Hkv, N, D]."""
+    found = read_slots(text, chunk.slots)
     if chunk.images is not None:
         rows, slots = chunk.images
-        found.index_copy_(1, rows, vision.flatten(1, 2).index_select(1, slots))
-    return found[None]
+        for own, seen in zip(found, read_slots(vision, slots), strict=True):
+            own.index_copy_(1, rows, seen.to(own.dtype))
+    k, v = (own.to(dtype)[None] for own in found)
+    return k, v
 
 
 def _read_densely(

@@ -148,6 +148,10 @@ def formats() -> None:
     for name in ("fp8_e4m3", "fp8_e5m2", "int8", "int4", "int2_outliers"):
         vision = packed(FORMATS[name], 64)
         own = plain if name == "int8" else vision
+        if not vision.kind.whole_pages:
+            turns = fused.Turns.by_table(rope, work[:3])
+            fused.rotate_store(torch.zeros(3, 6 * 64), turns, work[:3], q, own, vision)
+            fused.store(q[:, :1], q[:, :1], work[:3], own, vision)
         attention.paged_attention(q, work, own, vision, rope, 1.0, scratch, q, launch)
 
 

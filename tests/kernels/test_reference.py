@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmserve.kernels.kv_formats import Pages
+from mmserve.kernels.kv_formats import FORMATS, KVFormat, Pages
 from mmserve.kernels.reference import (
     attend,
     group_attention,
@@ -18,6 +18,7 @@ from mmserve.kernels.reference import (
     move_kv,
     paged_attention,
     read_pages,
+    read_slots,
     rope_table,
     rotate,
     write_kv,
@@ -241,3 +242,16 @@ def test_a_path_moves_together_in_every_layer_and_nothing_else_moves(
     assert torch.equal(flat[:, :, :, places], before[:, :, :, sources])
     assert torch.equal(flat[:, :, :, :first], before[:, :, :, :first])
     assert torch.equal(flat[:, :, :, first + len(path) :], before[:, :, :, first + len(path) :])
+
+
+@pytest.mark.parametrize("kind", FORMATS.values(), ids=lambda kind: kind.name)
+def test_tokens_are_read_by_their_slots_as_by_their_pages(kind: KVFormat) -> None:
+    size = (2, 2, 5, 64, 16) if kind.plain else (2, 2, 5, kind.tile_bytes(64, 16))
+    keys, values = torch.zeros(size, dtype=torch.float32 if kind.plain else torch.uint8)
+    pages = Pages(keys, values, kind, 64, 16)
+    k, v = torch.randn(2, 320, 2, 16, generator=torch.Generator().manual_seed(0))
+    write_kv(pages, torch.arange(320), k, v)
+    slots = torch.tensor([300, 7, 64, 7, 319])
+    whole = read_pages(pages, torch.arange(5)[None])
+    for found, all_of_them in zip(read_slots(pages, slots), whole, strict=True):
+        assert torch.equal(found, all_of_them[0, :, slots])
