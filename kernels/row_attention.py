@@ -239,11 +239,9 @@ def _attend_row(
 
 
 def _tuning(dim: int) -> dict[str, int]:
-    """A program runs through its instructions once, so there should be few; and so few registers
-    that two or more programs fit on a processor side by side."""
-    if dim <= 64:
-        return {"BLOCK_N": 64, "num_warps": 4}
-    return {"BLOCK_N": 32, "num_warps": 4} if dim <= 128 else {"BLOCK_N": 16, "num_warps": 8}
+    """Few instructions, as a program runs through them once, and few registers, so that two or more
+    programs fit on a processor side by side."""
+    return {"BLOCK_N": 64 if dim <= 64 else 32, "num_warps": 4}
 
 
 def attend_row(

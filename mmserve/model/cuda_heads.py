@@ -13,6 +13,8 @@ from torch import Tensor
 from mmserve.kernels import fused
 from mmserve.model.cuda_step import CUDAStep
 
+WIDEST = 128  # dimensions of a head up to which one launch for a single row is quicker than three
+
 
 class CUDAHeads:
     """All heads of one layer."""
@@ -49,7 +51,8 @@ class CUDAHeads:
         q = qkv.new_empty(len(qkv), num_heads, self.head_dim)
         # By heads alone what several share is read by each: of a long context only where two do.
         shared = num_heads > 2 * text.k.shape[0] and not step.launch.few
-        if step.lone and not shared and text.kind.plain and vision.kind.plain:
+        suits = self.head_dim <= WIDEST and not shared and text.kind.plain and vision.kind.plain
+        if step.lone and suits:
             read = q if out is None else out.view(q.shape)
             how: dict[str, Any] = {"norm": self.norm, "rotary": rotary, "softcap": self.softcap}
             step.read_row(self.index, qkv, turns, self.scaling, read, **how)
