@@ -219,7 +219,7 @@ class Engine:
         drafting = self.drafting
         if drafting is None:
             return {}
-        if self._flight is not None and self._flight.batch.has_drafts:
+        if self._flight is not None and self._flight.drafted:
             self._land()
         wanted = drafting.wants(self._live.values())
         if wanted:
@@ -270,7 +270,8 @@ class Engine:
             if chunk.draft is None:  # else it is not chosen for good before it has landed
                 live.sampling.spend(1)
                 live.launched(row)
-        return Flight(batch, logits.chunks, lives, drawn, started, self.runner.heard)
+        drafted = self.drafting is not None and self.drafting.hears and batch.has_drafts
+        return Flight(batch, logits.chunks, lives, drawn, started, self.runner.heard, drafted)
 
     def _land(self) -> None:
         """Wait for the step in the air, if any, and hand out its tokens."""
@@ -281,7 +282,7 @@ class Engine:
         now = time.monotonic()
         if self.energy.enabled:  # before anybody ends: a request's last step is its own
             self.energy.share(step_work(flight.batch))
-        paths = self._check(flight, tokens) if flight.batch.has_drafts else {}
+        paths = self._check(flight, tokens) if flight.drafted else {}
         for live, chunk, chosen in flight.parts(tokens):
             self._take(live, chunk, chosen, paths.get(chunk.seq.id, ()), flight.heard, now)
         seconds = self._figures.count(flight.batch, flight.started)
@@ -325,14 +326,16 @@ class Engine:
             if draft is not None and isinstance(live, Live) and live.accept(token.token_id):
                 self._unsaid.append((live, token, now))
             else:
-                self._say()
+                if self._unsaid:
+                    self._say()
                 ended = self._hand_out(live, live.push, token, now)
             seq.num_computed_tokens += count <= len(path)  # what was right has been computed
             if ended:
                 break
         if draft is not None:
             live.sampling.spend(count)
-        if drafting is not None and isinstance(live, Live):
+        # Of many that decode nobody wants to know: not even to be asked takes its time then.
+        if drafting is not None and (drafting.hears or chunk.count > 1) and isinstance(live, Live):
             drafting.landed(live, chunk, heard, chosen, path)
         if ended:
             self._retire(self._live[live.request.id])

@@ -16,7 +16,8 @@ from mmserve.scheduler.batch import Batch, Chunk
 
 class Flight(NamedTuple):
     """A launched step. `chunks`: whose tokens `drawn` has, in order, `Chunk.num_chosen` of each;
-    `live`: whose they are; `started`: `time.monotonic`; `heard`: for a drafter."""
+    `live`: whose they are; `started`: `time.monotonic`; `heard`: for a drafter;
+    `drafted`: whether there are drafts in it."""
 
     batch: Batch
     chunks: list[Chunk]
@@ -24,6 +25,7 @@ class Flight(NamedTuple):
     drawn: Drawn
     started: float
     heard: Heard
+    drafted: bool = False
 
     def parts(self, tokens: list[SampledToken]) -> Iterator[tuple[Row, Chunk, list[SampledToken]]]:
         """What has been chosen for each request that has not ended meanwhile."""

@@ -11,13 +11,15 @@ from dataclasses import replace
 from mmserve.spec.draft import AnyDraft
 from mmserve.spec.drafter import Context, Drafter, Landed, Wanted
 
+LOOK = 4  # drafts in a row by the last one, before others are asked again
+
 
 class ChainedDrafter:
     """All of them are told of everything. No more than one may see the target's features.
 
     `lengths`: how far ahead each guesses at most, whatever is wanted: what was said before holds
     for longer than what a model thinks. `ahead`: the last one guesses while others go on, so where
-    it guessed last time it is asked before they are.
+    it guessed last time it is asked before they are, and they are every few drafts.
     """
 
     def __init__(
@@ -29,7 +31,7 @@ class ChainedDrafter:
         self._lengths = tuple(lengths)
         self._taps = tapping[0] if tapping else ()
         self._ahead = ahead
-        self._last: set[str] = set()  # whose draft was the last drafter's, or would have been
+        self._last: dict[str, int] = {}  # drafts in a row that were the last drafter's
 
     @property
     def name(self) -> str:
@@ -44,18 +46,21 @@ class ChainedDrafter:
         names = [want.context.id for want in wanted]
         every = range(len(wanted))
         late = {i for i in every if self._ahead and names[i] in self._last}
+        looking = [i for i in sorted(late) if self._last[names[i]] % LOOK == 0]
         for number in range(len(self._drafters) - 1):
             self._ask(number, [i for i in every if i not in late], wanted, drafts)
         guessed = [i for i in every if drafts[i] is None]
         self._ask(len(self._drafters) - 1, guessed, wanted, drafts)
-        if late:  # whose guess is under way: what others would say is worth more
+        if looking:  # while a guess is under way: what others would say is worth more
             better: list[AnyDraft | None] = [None] * len(wanted)
             for number in range(len(self._drafters) - 1):
-                self._ask(number, sorted(late), wanted, better)
+                self._ask(number, looking, wanted, better)
             drafts = [other or draft for other, draft in zip(better, drafts, strict=True)]
             guessed = [i for i in guessed if better[i] is None]
-        self._last -= set(names)
-        self._last |= {names[i] for i in guessed}
+        runs = {names[i]: self._last.get(names[i], 0) + 1 for i in guessed}
+        for name in names:
+            self._last.pop(name, None)
+        self._last |= runs
         return drafts
 
     def _ask(
@@ -79,6 +84,6 @@ class ChainedDrafter:
             drafter.landed(context, landed)
 
     def end(self, context: Context) -> None:
-        self._last.discard(context.id)
+        self._last.pop(context.id, None)
         for drafter in self._drafters:
             drafter.end(context)

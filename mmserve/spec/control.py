@@ -158,6 +158,7 @@ class Control:
         num_seqs: int,
         outcomes: Sequence[Outcome] = (),
         draft_seconds: float = 0.0,
+        alike: int = 1,
     ) -> float:
         """A step has landed in which each of `num_seqs` sequences got a token or more. Returns the
         seconds that its drafts saved (negative: lost).
@@ -165,9 +166,10 @@ class Control:
         `seconds`: since the step before had landed, or since this one was begun if nothing was
         under way; `draft_seconds` of them went to guessing. None: something else was done as well
         (a part of a prompt, an image), so that they tell nothing. `outcomes`: of every sequence
-        that had been planned a draft, also where none was made; none for a plain step.
+        that had been planned a draft, also where none was made; none for a plain step, which may
+        stand for `alike` ones.
         """
-        self._step += 1
+        self._step += alike
         if seconds is None or any(o.accepted >= o.wanted for o in outcomes):
             self._held = 0
         if seconds is None:
@@ -176,7 +178,7 @@ class Control:
         bucket = bucket_of(num_seqs)
         if not outcomes:
             self._plain.add(num_seqs, seconds, self._step)
-            self._earn(bucket, STAKE * seconds, seconds)
+            self._earn(bucket, STAKE * seconds * alike, seconds)
             return 0.0
         rows = sum(outcome.rows for outcome in outcomes)
         wanted = sum(outcome.wanted for outcome in outcomes)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mmserve.spec.chained import ChainedDrafter
+from mmserve.spec.chained import LOOK, ChainedDrafter
 from mmserve.spec.draft import Draft
 from mmserve.spec.drafter import Context, Landed, Wanted
 from mmserve.spec.ngram import NgramDrafter
@@ -56,13 +56,14 @@ def test_who_guessed_last_time_is_asked_ahead_and_gives_way_all_the_same() -> No
     tokens = [1, 2, 3, 1]
     want = Wanted(Context("a", tokens, 4), 3)
     assert drafter.propose([want]) == [Draft.chain([9])]
-    tokens.append(2)  # now it was said before
-    (draft,) = drafter.propose([want])
-    assert draft is not None and (draft, draft.author) == (Draft.chain([3, 1, 2]), "ngram")
-    assert len(head.asked) == 2
-    assert drafter.propose([want]) == [draft] and len(head.asked) == 2
+    tokens.append(2)  # now it was said before, which is seen when others are asked again
+    drafts = [drafter.propose([want])[0] for _ in range(LOOK)]
+    assert drafts == [Draft.chain([9])] * (LOOK - 1) + [Draft.chain([3, 1, 2])]
+    assert drafts[-1] is not None and drafts[-1].author == "ngram"
+    assert len(head.asked) == 1 + LOOK
+    assert drafter.propose([want]) == drafts[-1:] and len(head.asked) == 1 + LOOK
     tokens.append(7)
-    assert drafter.propose([want]) == [Draft.chain([9])] and len(head.asked) == 3
+    assert drafter.propose([want]) == [Draft.chain([9])] and len(head.asked) == 2 + LOOK
     drafter.end(want.context)
     assert not drafter._last
 

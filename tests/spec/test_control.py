@@ -227,6 +227,20 @@ def test_steps_that_did_other_things_too_tell_of_acceptance_but_not_of_costs() -
     assert control.plan([("a", False)]) == {}
 
 
+def test_a_plain_step_may_stand_for_others_that_were_like_it() -> None:
+    """A crowd is tried as soon, in steps, as if each of them had been told of."""
+    contexts = [(str(n), False) for n in range(16)]
+
+    def steps_until_it_is_tried(alike: int) -> int:
+        control, steps = Control(8), 0
+        while not control.plan(contexts):
+            control.stepped(1.0, 16, alike=alike)
+            steps += alike
+        return steps
+
+    assert abs(steps_until_it_is_tried(1) - steps_until_it_is_tried(16)) <= 16
+
+
 def test_a_sequence_may_end_while_its_draft_is_checked() -> None:
     control = Control(4)
     for _ in range(ENOUGH):
