@@ -20,8 +20,9 @@ from torch import Tensor
 
 from mmserve.kernels.chain import chained
 from mmserve.kernels.kv_formats import Pages
-from mmserve.kernels.packed_store import keep
-from mmserve.kernels.unpacking import PLAIN, form
+from mmserve.kernels.packed_pages import store_pages
+from mmserve.kernels.packed_store import keep, write
+from mmserve.kernels.unpacking import form
 
 MAX_WIDTH = 16384  # a row stays in one program's registers
 TOKENS = 4  # of one head, by one warp: 16-byte accesses at 128 dimensions, and no loss at one token
@@ -96,45 +97,6 @@ def _add_rms_norm(
 
 
 @triton.jit
-def _place(slot, text, vision, head, text_head, vision_head, D: tl.constexpr):
-    """The first elements of slots [N] in a head of the pool that each names by its sign."""
-    in_text = text + head * text_head + slot * D
-    in_vision = vision + head * vision_head + (-2 - slot) * D
-    return tl.where(slot >= 0, in_text, in_vision)
-
-
-@triton.jit
-def _write(at, first, second, rest, half, ok, tail, tail_ok, ROTARY: tl.constexpr, D: tl.constexpr):
-    """Heads from `at` [TILE] on: the halves of what is turned, and the rest."""
-    kind = at.dtype.element_ty
-    tl.store(at[:, None] + half[None, :], first.to(kind), mask=ok)
-    tl.store(at[:, None] + ROTARY // 2 + half[None, :], second.to(kind), mask=ok)
-    if ROTARY < D:
-        tl.store(at[:, None] + tail[None, :], rest.to(kind), mask=tail_ok)
-
-
-@triton.jit
-def _keep(
-    slot, text, vision, head, text_head, vision_head, first, second, rest, dim, ok, tail, tail_ok,
-    TEXT_FORM: tl.constexpr, VISION_FORM: tl.constexpr, ROTARY: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Store heads at slots [N] of the pools that they name."""
-    if TEXT_FORM[0] == PLAIN and VISION_FORM[0] == PLAIN:
-        target = _place(slot, text, vision, head, text_head, vision_head, D)
-        stored = (slot != -1)[:, None]
-        _write(target, first, second, rest, dim, ok & stored, tail, tail_ok & stored, ROTARY, D)
-    else:
-        keep(
-            text + head * text_head, slot, slot >= 0, first, second, rest, dim, ok, tail, tail_ok,
-            TEXT_FORM, ROTARY, D,
-        )  # fmt: skip
-        keep(
-            vision + head * vision_head, -2 - slot, slot < -1, first, second, rest, dim, ok, tail,
-            tail_ok, VISION_FORM, ROTARY, D,
-        )  # fmt: skip
-
-
-@triton.jit
 def _gain(weight, at, ok):
     """float32 [1, len(at)]"""
     return tl.load(weight + at, mask=ok, other=0.0).to(tl.float32)[None, :]
@@ -161,7 +123,8 @@ def _rotate_store(
     q_weight, k_weight, eps, num_tokens, qkv_row, turn_row, q_row, text_head, vision_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, TILE: tl.constexpr, PLACED: tl.constexpr,
-    NORM: tl.constexpr, TEXT_FORM: tl.constexpr, VISION_FORM: tl.constexpr, CHAINED: tl.constexpr,
+    NORM: tl.constexpr, BACK: tl.constexpr, TEXT_FORM: tl.constexpr, VISION_FORM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """TILE tokens of one head, whose first ROTARY dimensions are turned. HALF and REST: ROTARY / 2
     and D - ROTARY padded to powers of two."""
@@ -200,15 +163,18 @@ def _rotate_store(
         y = b * cos + a * sin
         if head < HEADS:
             target = q_out + row * q_row + head * D
-            _write(target, x, y, c, dim, ok, tail, tail_ok, ROTARY, D)
+            write(target, x, y, c, dim, ok, tail, tail_ok, ROTARY, D)
         else:
-            _keep(
+            if BACK:  # for who stores pages as a whole
+                back = qkv + row * qkv_row + head * D
+                write(back, x, y, c, dim, ok, tail, tail_ok, ROTARY, D)
+            keep(
                 slot, k_text, k_vision, head - HEADS, text_head, vision_head, x, y, c, dim, ok,
                 tail, tail_ok, TEXT_FORM, VISION_FORM, ROTARY, D,
             )  # fmt: skip
     else:
         index = head - HEADS - KV_HEADS
-        _keep(
+        keep(
             slot, v_text, v_vision, index, text_head, vision_head, first, second, rest, dim, ok,
             tail, tail_ok, TEXT_FORM, VISION_FORM, ROTARY, D,
         )  # fmt: skip
@@ -235,13 +201,13 @@ def _store(
     values = v + (row * v_row + head * v_own_head)[:, None] + dim[None, :]
     first = tl.load(keys, mask=ok, other=0.0)
     second = tl.load(keys + D // 2, mask=ok, other=0.0)
-    _keep(
+    keep(
         slot, k_text, k_vision, head, text_head, vision_head, first, second, first, dim, ok, dim,
         ok, TEXT_FORM, VISION_FORM, D, D,
     )  # fmt: skip
     first = tl.load(values, mask=ok, other=0.0)
     second = tl.load(values + D // 2, mask=ok, other=0.0)
-    _keep(
+    keep(
         slot, v_text, v_vision, head, text_head, vision_head, first, second, first, dim, ok, dim,
         ok, TEXT_FORM, VISION_FORM, D, D,
     )  # fmt: skip
@@ -329,7 +295,8 @@ def rotate_store(
 
     qkv [T, (H + 2 Hkv) D], rows contiguous; slots [T] int32 or int64 as an `AttentionPlan` names
     them: page * page_size + offset in text, a `vision_slot` or NOWHERE; q_out [T, H, D], heads
-    contiguous; a head's pages are contiguous in text and vision.
+    contiguous; a head's pages are contiguous in text and vision. Where vision's are stored as a
+    whole, k is rotated in qkv, too.
     With `norm` every head of q and k is normalised before it is turned. `rotary`: how many of a
     head's dimensions are turned, its first ones; None: all.
     """
@@ -353,8 +320,12 @@ def rotate_store(
         HEADS=heads, KV_HEADS=kv_heads, D=dim, ROTARY=turned,
         HALF=triton.next_power_of_2(turned // 2), REST=triton.next_power_of_2(max(dim - turned, 1)),
         TILE=TOKENS, PLACED=places is not None, NORM=norm is not None, num_warps=1,
-        TEXT_FORM=form(text, dim), VISION_FORM=form(vision, dim), **chained(qkv.device),
+        TEXT_FORM=form(text, dim), VISION_FORM=form(vision, dim), BACK=vision.kind.whole_pages,
+        **chained(qkv.device),
     )  # fmt: skip
+    if vision.kind.whole_pages:
+        k, v = qkv[:, heads * dim :].view(num_tokens, 2, kv_heads, dim).unbind(1)
+        store_pages(k, v, slots, vision)
 
 
 def store(
@@ -375,12 +346,14 @@ def store(
         D=dim, HALF=triton.next_power_of_2(dim // 2), TILE=TOKENS, num_warps=1,
         TEXT_FORM=form(text, dim), VISION_FORM=form(vision, dim), **chained(k.device),
     )  # fmt: skip
+    if vision.kind.whole_pages:
+        store_pages(k, v, slots, vision)
 
 
 def _head_strides(text: Pages, vision: Pages) -> tuple[int, int]:
     """From head to head in either pool, each (K, V)."""
-    for k, v, kind, *_ in (text, vision):
-        assert not kind.whole_pages, "pages that are stored as a whole are not stored by tokens"
+    assert not text.kind.whole_pages, "text comes token by token"
+    for k, v, *_ in (text, vision):
         assert k[0].is_contiguous() and v.stride() == k.stride()
     return text.k.stride(0), vision.k.stride(0)
 

@@ -1,7 +1,7 @@
-"""Storing keys and values in formats that are not plain, in Triton.
+"""Storing tokens in the pools that their slots name, in Triton.
 
-Owns how tiles of mmserve.kernels.kv_formats are written on a GPU: tokens one by one where a format
-is of bytes, by mmserve.kernels.fused as it rotates them. Knows nothing of layers or steps.
+Owns how heads are written as mmserve.kernels.fused rotates them: as they are, or as bytes in tiles
+of mmserve.kernels.kv_formats. Knows nothing of layers or steps.
 """
 
 # Kernels are typed by what they are launched with.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mmserve.kernels.kv_formats import FORMATS, largest
-from mmserve.kernels.unpacking import NAMES, PLAIN
+from mmserve.kernels.unpacking import NAMES, PLAIN, bits_of
 
 E4M3, E5M2 = (tl.constexpr(NAMES.index(name)) for name in ("fp8_e4m3", "fp8_e5m2"))
 
@@ -89,7 +89,7 @@ def encode(a, b, c, ok, tail_ok, CODE: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def keep(
+def _keep(
     pool, slot, here, a, b, c, dim, ok, tail, tail_ok,
     FORM: tl.constexpr, ROTARY: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -112,3 +112,43 @@ def keep(
     tl.store(pool + at[:, None] + ROTARY // 2 + dim[None, :], b.to(kind), mask=ok)
     if ROTARY < D:
         tl.store(pool + at[:, None] + tail[None, :], c.to(kind), mask=tail_ok)
+
+
+@triton.jit
+def _place(slot, text, vision, head, text_head, vision_head, D: tl.constexpr):
+    """The first elements of slots [N] in a head of the pool that each names by its sign."""
+    in_text = text + head * text_head + slot * D
+    in_vision = vision + head * vision_head + (-2 - slot) * D
+    return tl.where(slot >= 0, in_text, in_vision)
+
+
+@triton.jit
+def write(at, first, second, rest, half, ok, tail, tail_ok, ROTARY: tl.constexpr, D: tl.constexpr):
+    """Heads from `at` [TILE] on: the halves of what is turned, and the rest."""
+    kind = at.dtype.element_ty
+    tl.store(at[:, None] + half[None, :], first.to(kind), mask=ok)
+    tl.store(at[:, None] + ROTARY // 2 + half[None, :], second.to(kind), mask=ok)
+    if ROTARY < D:
+        tl.store(at[:, None] + tail[None, :], rest.to(kind), mask=tail_ok)
+
+
+@triton.jit
+def keep(
+    slot, text, vision, head, text_head, vision_head, first, second, rest, dim, ok, tail, tail_ok,
+    TEXT_FORM: tl.constexpr, VISION_FORM: tl.constexpr, ROTARY: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Store heads at slots [N] of the pools that they name."""
+    if TEXT_FORM[0] == PLAIN and VISION_FORM[0] == PLAIN:
+        target = _place(slot, text, vision, head, text_head, vision_head, D)
+        stored = (slot != -1)[:, None]
+        write(target, first, second, rest, dim, ok & stored, tail, tail_ok & stored, ROTARY, D)
+    else:
+        _keep(
+            text + head * text_head, slot, slot >= 0, first, second, rest, dim, ok, tail, tail_ok,
+            TEXT_FORM, ROTARY, D,
+        )  # fmt: skip
+        if bits_of(VISION_FORM[0]) % 8 == 0:  # else pages are stored as a whole
+            _keep(
+                vision + head * vision_head, -2 - slot, slot < -1, first, second, rest, dim, ok,
+                tail, tail_ok, VISION_FORM, ROTARY, D,
+            )  # fmt: skip

@@ -147,8 +147,8 @@ def formats() -> None:
     plain = Pages(*pool(1, 5, 64, q.dtype))
     for name in ("fp8_e4m3", "fp8_e5m2", "int8", "int4", "int2_outliers"):
         vision = packed(FORMATS[name], 64)
-        own = plain if name == "int8" else vision
-        if not vision.kind.whole_pages:
+        own = plain if name in ("int8", "int4") else vision
+        if own is plain or not vision.kind.whole_pages:
             turns = fused.Turns.by_table(rope, work[:3])
             fused.rotate_store(torch.zeros(3, 6 * 64), turns, work[:3], q, own, vision)
             fused.store(q[:, :1], q[:, :1], work[:3], own, vision)

@@ -14,12 +14,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tests.kernels.interpreter  # noqa: F401
-from mmserve.kernels import fused, plain
+from mmserve.kernels import fused, packed_pages, plain
 from mmserve.kernels.kv_formats import FORMATS, PLAIN, KVFormat, Pages
-from mmserve.kernels.reference import NOWHERE, read_pages, rope_table, vision_slot
+from mmserve.kernels.reference import NOWHERE, read_pages, rope_table, vision_slot, write_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BYTES = [kind for kind in FORMATS.values() if kind.bits == 8]
+GROUPS = [kind for kind in FORMATS.values() if kind.whole_pages]
 SLOTS = [0, 5, 17, NOWHERE, vision_slot(0), vision_slot(7), vision_slot(33), NOWHERE, 16]
 
 
@@ -81,3 +82,35 @@ def test_tokens_stored_as_they_are_have_the_same_bytes(kind: KVFormat) -> None:
 
     for actual, expected in zip(stored(fused), stored(plain), strict=True):
         assert torch.equal(actual.k, expected.k) and torch.equal(actual.v, expected.v)
+
+
+@pytest.mark.parametrize("kind", GROUPS, ids=name)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_pages_are_stored_whole(kind: KVFormat, dim: int) -> None:
+    """A full page, one of few tokens and one of a single token; text between is left alone."""
+    slots = [vision_slot(s) for s in (*range(64, 128), 0, 1, 2)] + [5, NOWHERE, vision_slot(128)]
+    generator = torch.Generator().manual_seed(dim)
+    k, v = torch.randn(2, len(slots), 2, dim, generator=generator).to(DEVICE)
+    actual, expected = pool(kind, dim, 64), pool(kind, dim, 64)
+    packed_pages.store_pages(k, v, torch.tensor(slots, device=DEVICE), actual)
+    seen = torch.tensor(slots, device=DEVICE) < NOWHERE
+    write_kv(expected, vision_slot(torch.tensor(slots, device=DEVICE)[seen]), k[seen], v[seen])
+    assert_alike(actual, expected)
+
+
+@pytest.mark.parametrize("kind", [FORMATS["int4"], FORMATS["int2_outliers"]], ids=name)
+def test_pages_of_rotated_keys_and_bytes_of_text(kind: KVFormat) -> None:
+    dim, slots = 64, [vision_slot(s) for s in range(64, 84)] + [3, NOWHERE, 40]
+    count = len(slots)
+    qkv = torch.randn(count, 8 * dim, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    positions = torch.arange(count, device=DEVICE)
+    turns = fused.Turns.by_table(rope_table(50, dim, 10_000.0).to(DEVICE), positions)
+    found = []
+    for module in (plain, fused):
+        pools = pool(BYTES[-1], dim), pool(kind, dim, 64)
+        q = torch.zeros(count, 4, dim, device=DEVICE)
+        at = torch.tensor(slots, device=DEVICE)
+        module.rotate_store(qkv.clone(), turns, at, q, *pools, None, None)
+        found.append(pools)
+    for expected, actual in zip(*found, strict=True):
+        assert_alike(actual, expected)
