@@ -70,7 +70,10 @@ export class Store {
 
   static async open(name = 'mmserve'): Promise<Store> {
     try {
-      return new Store(await openDatabase(name));
+      const database = await openDatabase(name);
+      // A newer page in another tab must not wait for this one.
+      database.onversionchange = () => database.close();
+      return new Store(database);
     } catch {
       return new Store(null);
     }
