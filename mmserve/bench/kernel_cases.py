@@ -25,7 +25,7 @@ from mmserve.bench.dims import MISTRAL_7B, TextDims
 from mmserve.bench.suite import Case, Line
 from mmserve.kernels import attention, sampling, work
 from mmserve.kernels.gemv import gemv
-from mmserve.kernels.kv_formats import Pages
+from mmserve.kernels.kv_formats import FORMATS, GROUP_TOKENS, PLAIN, KVFormat, Pages
 from mmserve.kernels.launch import Launch
 from mmserve.kernels.reference import rope_table
 from mmserve.kernels.work_builder import WorkBuilder
@@ -49,11 +49,12 @@ class Heads(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """One query each over contexts of `lengths` tokens."""
+    """One query each over contexts of `lengths` tokens, kept in a format."""
 
     name: str
     lengths: tuple[int, ...]
     heads: Heads = Heads()
+    kind: KVFormat = PLAIN
 
 
 class Cascade(NamedTuple):
@@ -87,6 +88,11 @@ DECODES = (
     Decode("32 x 4096, 32 KV heads", (4096,) * 32, Heads(kv=32)),
     Decode("1 x 512", (512,)),
     Decode("64 x 1024", (1024,) * 64),
+    Decode("64 x 4096", (4096,) * 64),
+    *(
+        Decode(f"64 x 4096, {name}", (4096,) * 64, kind=FORMATS[name])
+        for name in ("int8", "fp8_e4m3", "int4", "int2")
+    ),
 )
 CASCADES = (Cascade(), Cascade(images=4, image_tokens=1225, private=300, heads=Heads(28, 4)))
 CHOICES = (Choice("top-k 50, top-p 0.9", 50, 0.9), Choice("top-p 0.9", 0, 0.9))
@@ -141,12 +147,10 @@ class Step(NamedTuple):
     scratch: attention.Scratch
     launch: Launch
 
-    def read(self, own: Tensor, vision: Tensor) -> None:
-        """Pools [2, Hkv, pages, page, D]: keys, then values."""
-        pools = Pages(*own), Pages(*vision)
+    def read(self, own: Pages, vision: Pages) -> None:
         scale = self.q.shape[2] ** -0.5
         attention.paged_attention(
-            self.q, self.tables, *pools, self.rope, scale, self.scratch, self.out, self.launch
+            self.q, self.tables, own, vision, self.rope, scale, self.scratch, self.out, self.launch
         )
 
 
@@ -189,7 +193,18 @@ class KernelCases:
     # -- attention ------------------------------------------------------------------------------
 
     def _decode(self, name: str, decode: Decode) -> Iterator[Line]:
-        heads, page = decode.heads, self.plan.page
+        seconds, read = self._decoded(decode)
+        figures = {"MB": read / 1e6}
+        if not decode.kind.plain:
+            figures["x faster than as computed"] = (
+                self._decoded(decode._replace(kind=PLAIN))[0] / seconds
+            )
+        yield self._rate(name, seconds, read, figures)
+
+    def _decoded(self, decode: Decode) -> tuple[float, int]:
+        """Seconds, and the bytes that are read once."""
+        heads, kind = decode.heads, decode.kind
+        page = GROUP_TOKENS if kind.whole_pages else self.plan.page
         counts = [-(-length // page) for length in decode.lengths]
         pages = self._shuffled(counts)
         readers = [
@@ -197,9 +212,20 @@ class KernelCases:
             for row, (length, mine) in enumerate(zip(decode.lengths, pages, strict=True))
         ]
         step = self._step(heads, readers)
-        read = self._kv_bytes(heads, sum(decode.lengths))
-        layers = self._random(self._copies(read), 2, heads.kv, sum(counts), page, heads.dim)
-        yield self._bandwidth(name, [partial(step.read, own, own) for own in layers], read)
+        if kind.plain:
+            read = self._kv_bytes(heads, sum(decode.lengths))
+            size: tuple[int, ...] = (2, heads.kv, sum(counts), page, heads.dim)
+            pools = [Pages(*self._random(*size)) for _ in range(self._copies(read))]
+        else:
+            size = (2, heads.kv, sum(counts), kind.tile_bytes(page, heads.dim))
+            read = math.prod(size)
+            pools = [self._tiles(size, kind, page, heads.dim) for _ in range(self._copies(read))]
+        return seconds_each([partial(step.read, p, p) for p in pools], self.device, self.plan), read
+
+    def _tiles(self, size: tuple[int, ...], kind: KVFormat, page: int, dim: int) -> Pages:
+        """Random bytes that make small scales."""
+        k, v = torch.randint(64, size, dtype=torch.uint8, device=self.device)
+        return Pages(k, v, kind, page, dim)
 
     def _cascade(self, name: str, c: Cascade) -> Iterator[Line]:
         page = self.plan.page
@@ -211,8 +237,8 @@ class KernelCases:
         )
         reads = (0, c.private, 0, c.images * c.image_tokens)
         readers = [work.Reader(i, 1, reads, own, images) for i, own in enumerate(own_pages)]
-        own = self._random(2, c.heads.kv, private * c.sessions, page, c.heads.dim)
-        vision = self._random(2, c.heads.kv, each * c.images, page, c.heads.dim)
+        own = Pages(*self._random(2, c.heads.kv, private * c.sessions, page, c.heads.dim))
+        vision = Pages(*self._random(2, c.heads.kv, each * c.images, page, c.heads.dim))
         shared = self._step(c.heads, readers)
         unshared = self._step(c.heads, readers, share=False)._replace(q=shared.q)
         fast, slow = (
@@ -254,7 +280,7 @@ class KernelCases:
         heads, page = self.plan.prefill_heads, self.plan.page
         (pages,) = self._shuffled([-(-count // page)])
         step = self._step(heads, [work.Reader(0, count, work.causal(0, count), pages)], long=True)
-        own = self._random(2, heads.kv, len(pages), page, heads.dim)
+        own = Pages(*self._random(2, heads.kv, len(pages), page, heads.dim))
         return partial(step.read, own, own)
 
     def _step(
@@ -315,9 +341,11 @@ class KernelCases:
 
     def _bandwidth(self, name: str, calls: Sequence[Call], num_bytes: int) -> Line:
         """`num_bytes`: what one call has to read once."""
-        seconds = seconds_each(calls, self.device, self.plan)
+        return self._rate(name, seconds_each(calls, self.device, self.plan), num_bytes, {})
+
+    def _rate(self, name: str, seconds: float, num_bytes: int, more: dict[str, float]) -> Line:
         rate = self.ceilings.bytes_per_s
-        figures = {"us": seconds * 1e6, "us at the bound": num_bytes / rate * 1e6}
+        figures = {"us": seconds * 1e6, "us at the bound": num_bytes / rate * 1e6, **more}
         return Line(name, num_bytes / seconds / TERA, "TB/s", rate / TERA, figures)
 
     def _copies(self, num_bytes: int) -> int:

@@ -32,6 +32,7 @@ from mmserve.bench.kernel_cases import (
 from mmserve.bench.kernels import KernelSuite, bench_kernels
 from mmserve.bench.suite import Line, read_report, run_cases
 from mmserve.kernels import work
+from mmserve.kernels.kv_formats import FORMATS, Pages
 from tests.bench.tiny import PROBE
 
 HEADS = Heads(query=4, kv=2, dim=16)
@@ -140,8 +141,19 @@ def test_a_step_reads_the_tokens_of_its_own_pages() -> None:
     step = every._step(HEADS, [work.Reader(0, 1, (0, 40, 0, 0), pages)])
     pool = torch.randn(2, 2, 3, 16, 16)
     pool[1] = 7.0
-    step.read(pool, pool)
+    step.read(Pages(*pool), Pages(*pool))
     torch.testing.assert_close(step.out, torch.full_like(step.out, 7.0))
+
+
+@pytest.mark.usefixtures("one_second")
+@pytest.mark.parametrize(("name", "tile"), [("int8", 16 * 16 + 2 * 16), ("int4", 64 * 8 + 4 * 64)])
+def test_a_format_is_measured_by_the_bytes_of_its_tiles(name: str, tile: int) -> None:
+    kind = FORMATS[name]
+    plan = dataclasses.replace(PLAN, decode=(Decode(name, (5, 90), HEADS, kind),))
+    line = lines(plan)[f"decode attention {name}"]
+    pages = 3 if kind.whole_pages else 7
+    assert line.value == pytest.approx(2 * 2 * pages * tile / 1e12)
+    assert line.figures["x faster than as computed"] == 1
 
 
 def test_pages_are_all_different_and_in_no_order() -> None:
