@@ -227,3 +227,25 @@ def test_a_photograph_of_40_mb_is_made_smaller_while_the_page_goes_on(
     assert len(sent) <= server.engine.info.image_limits.max_bytes
     preview = tab.page.locator(".pictures img").evaluate("image => image.naturalWidth")
     assert preview <= 720
+
+
+def test_an_original_is_kept_where_that_is_set(server: Running, visit: Visit) -> None:
+    """Larger than the page sends; over a reload, and not before it is asked for."""
+    tab = visit()
+    widths = []
+    for kept in (False, True):
+        tab.page.get_by_role("button", name="Settings").click()
+        box = tab.page.get_by_label("Keep originals of pictures that are made smaller")
+        box.set_checked(kept)
+        tab.page.keyboard.press("Escape")
+        name = f"{kept}.png"
+        tab.drop((name, picture("red" if kept else "blue", (17_000, 40))))
+        tab.answered(f"What? {kept}")
+        tab.page.reload()
+        tab.page.locator(".pictures img").last.click()
+        shown = tab.page.locator("dialog img")
+        expect(shown).to_be_visible()
+        tab.page.wait_for_function("document.querySelector('dialog img').naturalWidth > 0")
+        widths.append(shown.evaluate("image => image.naturalWidth"))
+        tab.page.keyboard.press("Escape")
+    assert widths[1] == 17_000 > widths[0]
