@@ -52,6 +52,8 @@ DROP = """([name, type, data]) => {
   transfer.items.add(new File([bytes], name, { type }));
   return transfer;
 }"""
+PASTE = """(data) => document.querySelector('textarea').dispatchEvent(
+  new ClipboardEvent('paste', { clipboardData: data, bubbles: true, cancelable: true }))"""
 # Reads the page's database beside the page: (table, predicate over its rows) => Promise<boolean>.
 STORED = """(table, holds) => new Promise((resolve) => {
   const opening = indexedDB.open('mmserve');
@@ -84,11 +86,17 @@ class Tab:
     page: Page
     errors: list[str] = field(default_factory=list)
 
+    def _transfer(self, name: str, data: bytes, kind: str = "image/png") -> Any:
+        """What a browser says of files that are dropped or pasted."""
+        return self.page.evaluate_handle(DROP, [name, kind, base64.b64encode(data).decode()])
+
+    def paste(self, name: str, data: bytes) -> None:
+        self.page.evaluate(PASTE, self._transfer(name, data))
+
     def drop(self, *files: tuple[str, bytes], kind: str = "image/png") -> None:
         """Drop files on the page one after the other; returns when all are shown."""
         for name, data in files:
-            encoded = base64.b64encode(data).decode()
-            transfer = self.page.evaluate_handle(DROP, [name, kind, encoded])
+            transfer = self._transfer(name, data, kind)
             self.page.dispatch_event("body", "drop", {"dataTransfer": transfer})
         self.page.wait_for_function(
             "n => document.querySelectorAll('.tray li:not([data-state=uploading])').length >= n",

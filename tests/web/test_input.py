@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 
 import pytest
 from playwright.sync_api import expect
 
 from tests.server.conftest import Running
-from tests.web.conftest import DROP, Tab, picture
+from tests.web.conftest import Tab, picture
 from tests.web.test_conversation import shape_of
 
 pytestmark = pytest.mark.browser
@@ -55,13 +54,7 @@ def test_shift_enter_starts_a_new_line(server: Running, visit: Visit) -> None:
 
 def test_a_pasted_picture_is_attached_and_pasted_text_is_not(visit: Visit) -> None:
     tab = visit()
-    data = base64.b64encode(picture("green")).decode()
-    transfer = tab.page.evaluate_handle(DROP, ["clip.png", "image/png", data])
-    tab.page.evaluate(
-        """(data) => document.querySelector('textarea').dispatchEvent(
-          new ClipboardEvent('paste', { clipboardData: data, bubbles: true, cancelable: true }))""",
-        transfer,
-    )
+    tab.paste("clip.png", picture("green"))
     tab.page.wait_for_selector(".tray [data-state=ready]")
     expect(tab.page.locator(".tray li")).to_have_count(1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import random
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from playwright.sync_api import Locator, expect
 
 from mmserve.prompt import ImagePart
 from tests.server.conftest import Running
-from tests.web.conftest import DROP, Tab, picture
+from tests.web.conftest import Tab, picture
 from tests.web.test_conversation import shape_of
 from tests.web.test_look import PHONE, violations
 
@@ -58,13 +57,7 @@ def uploads(tab: Tab) -> list[str]:
 def test_three_pictures_come_by_drop_paste_and_button(server: Running, visit: Visit) -> None:
     tab = visit()
     tab.drop(("drop.png", picture("red")))
-    data = base64.b64encode(picture("green")).decode()
-    transfer = tab.page.evaluate_handle(DROP, ["paste.png", "image/png", data])
-    tab.page.evaluate(
-        """(data) => document.querySelector('textarea').dispatchEvent(
-          new ClipboardEvent('paste', { clipboardData: data, bubbles: true, cancelable: true }))""",
-        transfer,
-    )
+    tab.paste("paste.png", picture("green"))
     button = {"name": "button.png", "mimeType": "image/png", "buffer": picture("blue")}
     tab.page.set_input_files("input[type=file][multiple]", button)  # type: ignore[arg-type]
     expect(tab.page.locator(".tray [data-state=ready]")).to_have_count(3)
