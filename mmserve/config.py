@@ -7,7 +7,7 @@ environment or a flag.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,14 @@ class CacheConfig:
         ):
             if name not in known:
                 raise ValueError(f"KV of {what} cannot be {name!r}; known are {', '.join(known)}")
+
+    def fitted(self, image_tokens: int) -> CacheConfig:
+        """With pages no larger than a model's images, which are stored in whole ones: of 64 tokens
+        half a page would stay empty behind 32. As it is where another size was asked for."""
+        if self.vision_format not in WHOLE_PAGE_FORMATS or self.page_size != WHOLE_PAGE:
+            return self
+        size = 1 << max(image_tokens - 1, 15).bit_length()
+        return replace(self, page_size=min(size, WHOLE_PAGE))
 
     @property
     def formats(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import random
 import sys
 import time
@@ -239,11 +240,10 @@ def plot(report: QualityReport, path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for row in report.rows:
         kept = 100 * first.images_per_gib / row.images_per_gib if row.images_per_gib else 100.0
-        left.plot(kept, max(row.nats.get("image", row.nats["text"]), 1e-6), "o")
-        left.annotate(row.name, (kept, max(row.nats.get("image", row.nats["text"]), 1e-6)), size=7)
-        if row.right is not None:
-            right.plot(kept, 100 * row.right, "o")
-            right.annotate(row.name, (kept, 100 * row.right), size=7)
+        far = row.nats.get("image", row.nats["text"])
+        left.plot(kept, far or math.nan, "o", label=row.name)  # 0 has no place on its axis
+        right.plot(kept, math.nan if row.right is None else 100 * row.right, "o", label=row.name)
+    right.legend(title="text / images")
     left.set(xlabel="bytes of an image, % of auto", ylabel="nats a token", yscale="log")
     right.set(xlabel="bytes of an image, % of auto", ylabel="easy-VQA, % right")
     figure.suptitle(report.model)

@@ -10,6 +10,7 @@ step late: the token launched behind the end is dropped.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -39,6 +40,7 @@ from mmserve.engine.taps import Heard
 from mmserve.kvfile.file import KVFile, write_file
 from mmserve.kvfile.header import KVFileError, KVHeader, KVMismatchError
 from mmserve.metrics import Metrics
+from mmserve.model.loader import LoadedModel
 from mmserve.model.weights import Loaded
 from mmserve.request import FinishReason, ImageSegment, Request, TokenEvent
 from mmserve.scheduler.admission import beam_limit
@@ -60,6 +62,9 @@ class Engine:
     def __init__(self, config: EngineConfig, loaded: Loaded, border: Border | None = None) -> None:
         """`border`: the model's, where it was built before the weights were loaded."""
         self.name = loaded.name
+        if isinstance(loaded, LoadedModel):
+            fitted = config.cache.fitted(loaded.spec.num_image_tokens)
+            config = dataclasses.replace(config, cache=fitted)
         self._loaded, self._compatible = loaded, config.cache.kv_compatible_with
         self.max_model_len = loaded.max_model_len
         self.metrics = Metrics()

@@ -10,14 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from mmserve.config import TOKEN_FORMATS, WHOLE_PAGE_FORMATS, CacheConfig, SpecConfig, TierConfig
+from mmserve.config import (
+    TOKEN_FORMATS,
+    WHOLE_PAGE,
+    WHOLE_PAGE_FORMATS,
+    CacheConfig,
+    SpecConfig,
+    TierConfig,
+)
 from mmserve.engine.engine import Engine
 from mmserve.kernels.kv_formats import FORMATS
 from mmserve.kvfile.file import read_file, write_file
 from mmserve.kvfile.header import KVMismatchError
 from mmserve.request import Segment, TextSegment
 from tests.engine.driver import GREEDY, Driver, picture, tiny_driver, words
-from tests.engine.tiny import build_tiny, tiny_config, tiny_model
+from tests.engine.tiny import IMAGE_TOKENS, build_tiny, tiny_config, tiny_model
 
 PAIRS = list(itertools.product(TOKEN_FORMATS, TOKEN_FORMATS + WHOLE_PAGE_FORMATS))
 SOME = [("int8", "int8"), ("auto", "int4"), ("fp8_e4m3", "int2_outliers")]
@@ -162,6 +169,22 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
         CacheConfig(text_format="int4")
     with pytest.raises(ValueError, match="no layer 3: the model has 0 to 2"):
         build_tiny(tiny_config(text_format="int8", skip_layers=(0, 3)))
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(3, 16), (32, 32), (33, 64), (1225, 64)])
+def test_pages_that_are_stored_whole_are_no_larger_than_an_image(tokens: int, size: int) -> None:
+    whole = CacheConfig(page_size=WHOLE_PAGE, vision_format="int2")
+    assert whole.fitted(tokens).page_size == size
+    for asked in (replace(whole, page_size=8), CacheConfig(vision_format="int8")):
+        assert asked.fitted(tokens) == asked
+
+
+def test_an_engine_fits_its_pages_to_its_images() -> None:
+    config = tiny_config(vision_format="int2")
+    config = replace(config, cache=replace(config.cache, page_size=WHOLE_PAGE))
+    engine = build_tiny(config)
+    assert IMAGE_TOKENS == 20 and engine.runner.vision[0].shape.page_size == 32
+    assert engine.scheduler.holdings.page_size == 32
 
 
 def test_an_image_is_known_by_its_format() -> None:
