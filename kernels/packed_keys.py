@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mmserve.kernels.plain_keys import softmax_step, whole_blocks
 from mmserve.kernels.unpacking import (
     bits_of,
     element_unit,
@@ -28,29 +29,6 @@ from mmserve.kernels.unpacking import (
     value_groups,
     width,
 )
-
-
-@triton.jit
-def _softmax(
-    s, state_m, state_l, n, valid, lo, hi, tree,
-    MASKED: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    """p [M, N], what earlier sums fade by, and the new state."""
-    if CAP > 0:
-        s = CAP - 2 * CAP / (tl.exp2(s * (2.8853900817779268 / CAP)) + 1)
-    if MASKED:
-        read = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
-        if TREES:
-            bit = n[None, :] - hi[:, None]
-            drawn = (tree[:, None] >> (bit & 63).to(tl.int64)) & 1
-            read |= (bit >= 0) & (bit < 64) & (drawn == 1)
-        s = tl.where(read & valid[None, :], s, -1e30)
-    new_m = tl.maximum(state_m, tl.max(s, 1))
-    p = tl.exp2(s - new_m[:, None])
-    if MASKED:
-        p = tl.where(s > -1e29, p, 0.0)
-    fade = tl.exp2(state_m - new_m)
-    return p, fade, new_m, state_l * fade + tl.sum(p, 1)
 
 
 @triton.jit
@@ -86,7 +64,7 @@ def _byte_tiles(
         s = tl.dot(q[0], elements(k, CODE, 0, ASSEMBLY))
         s = tl.dot(q[1], elements(k, CODE, 1, ASSEMBLY), s)
         s *= (k_scale.to(tl.float32) * element_unit(CODE))[None, :]
-        p, fade, state_m, state_l = _softmax(
+        p, fade, state_m, state_l = softmax_step(
             s, state_m, state_l, n, valid, lo, hi, tree, MASKED, TREES, CAP
         )
         if MASKED or C * 2 != D:
@@ -195,7 +173,7 @@ def _group_tiles(
         valid = (n >= first) & (n < last)
         tile = tl.load(table + at // PAGE).to(tl.int64) * TILE
         s = _group_scores(q, keys + tile, CODE, D, PAGE, ASSEMBLY)
-        p, fade, state_m, state_l = _softmax(
+        p, fade, state_m, state_l = softmax_step(
             s, state_m, state_l, n, valid, lo, hi, tree, MASKED, TREES, CAP
         )
         sums = _group_sums(p.to(tl.float16), fade, sums, values + tile, CODE, D, PAGE, ASSEMBLY)
@@ -315,12 +293,7 @@ def run_packed(
         part = _query_part(q, at, ok, scale, rope, base, turned, i, PARTS, D)
         parts = parts + (part,)
         sums = sums + (tl.zeros(part.shape, tl.float32),)
-    begin = first - first % BLOCK_N
-    whole = tl.cdiv(all_first, BLOCK_N) * BLOCK_N
-    full = all_last - all_last % BLOCK_N
-    some = whole < full
-    whole = tl.where(some, whole, begin)
-    full = tl.where(some, full, begin)
+    begin, whole, full = whole_blocks(first, all_first, all_last, BLOCK_N)
     before = state_m
     if begin < whole:
         state_m, state_l, sums = _some_tiles(

@@ -14,6 +14,45 @@ import triton.language as tl
 
 
 @triton.jit
+def softmax_step(
+    s, state_m, state_l, n, valid, lo, hi, tree,
+    MASKED: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Of the scores s [M, N] of a block of keys n [N]: p [M, N], what earlier sums fade by, and the
+    new state. The rest as in `_tiles`."""
+    if CAP > 0:
+        # CAP tanh(s / CAP), by an exponential that may overflow.
+        s = CAP - 2 * CAP / (tl.exp2(s * (2.8853900817779268 / CAP)) + 1)
+    if MASKED:
+        read = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
+        if TREES:
+            bit = n[None, :] - hi[:, None]
+            drawn = (tree[:, None] >> (bit & 63).to(tl.int64)) & 1
+            read |= (bit >= 0) & (bit < 64) & (drawn == 1)
+        s = tl.where(read & valid[None, :], s, -1e30)
+    new_m = tl.maximum(state_m, tl.max(s, 1))
+    p = tl.exp2(s - new_m[:, None])
+    if MASKED:
+        p = tl.where(s > -1e29, p, 0.0)
+    fade = tl.exp2(state_m - new_m)
+    return p, fade, new_m, state_l * fade + tl.sum(p, 1)
+
+
+@triton.jit
+def whole_blocks(first, all_first, all_last, BLOCK_N: tl.constexpr):
+    """Where the blocks of the keys from `first` on begin, and from where to where every row reads
+    all keys of them.
+
+    Blocks begin at multiples of their size: a row's bits follow from what it reads alone.
+    """
+    begin = first - first % BLOCK_N
+    whole = tl.cdiv(all_first, BLOCK_N) * BLOCK_N
+    full = all_last - all_last % BLOCK_N
+    some = whole < full
+    return begin, tl.where(some, whole, begin), tl.where(some, full, begin)
+
+
+@triton.jit
 def _tiles(
     state_m, state_l, acc, q_a, q_b, keys, values, table, begin, end, first, last, lo, hi,
     tree, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
@@ -49,22 +88,9 @@ def _tiles(
             k_b = tl.load(keys + slot[None, :] * D + D // 2 + half[:, None])
         s = tl.dot(q_a, k_a, input_precision=PRECISION)
         s = tl.dot(q_b, k_b, s, input_precision=PRECISION)
-        if CAP > 0:
-            # CAP tanh(s / CAP), by an exponential that may overflow.
-            s = CAP - 2 * CAP / (tl.exp2(s * (2.8853900817779268 / CAP)) + 1)
-        if MASKED:
-            read = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
-            if TREES:
-                bit = n[None, :] - hi[:, None]
-                drawn = (tree[:, None] >> (bit & 63).to(tl.int64)) & 1
-                read |= (bit >= 0) & (bit < 64) & (drawn == 1)
-            s = tl.where(read & valid[None, :], s, -1e30)
-        new_m = tl.maximum(state_m, tl.max(s, 1))
-        p = tl.exp2(s - new_m[:, None])
-        if MASKED:
-            p = tl.where(s > -1e29, p, 0.0)
-        fade = tl.exp2(state_m - new_m)
-        state_l = state_l * fade + tl.sum(p, 1)
+        p, fade, state_m, state_l = softmax_step(
+            s, state_m, state_l, n, valid, lo, hi, tree, MASKED, TREES, CAP
+        )
         acc = acc * fade[:, None]
         if MASKED or WIDE != D:
             v_mask = valid[:, None] & wide_ok[None, :]
@@ -72,7 +98,6 @@ def _tiles(
         else:
             v = tl.load(values + slot[:, None] * D + wide[None, :])
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        state_m = new_m
     return state_m, state_l, acc
 
 
@@ -82,16 +107,8 @@ def run_keys(
     tree, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`_tiles` over the keys [first, last), of which every row reads [all_first, all_last).
-
-    Blocks begin at multiples of their size: a row's bits follow from what it reads alone.
-    """
-    begin = first - first % BLOCK_N
-    whole = tl.cdiv(all_first, BLOCK_N) * BLOCK_N
-    full = all_last - all_last % BLOCK_N
-    some = whole < full
-    whole = tl.where(some, whole, begin)
-    full = tl.where(some, full, begin)
+    """`_tiles` over the keys [first, last), of which every row reads [all_first, all_last)."""
+    begin, whole, full = whole_blocks(first, all_first, all_last, BLOCK_N)
     if begin < whole:
         state_m, state_l, acc = _tiles(
             state_m, state_l, acc, q_a, q_b, keys, values, table, begin, whole, first, last, lo, hi,
