@@ -83,6 +83,10 @@ class CacheConfig:
             if name not in known:
                 raise ValueError(f"KV of {what} cannot be {name!r}; known are {', '.join(known)}")
 
+    @staticmethod
+    def usual_page_size(vision_format: str) -> int:
+        return WHOLE_PAGE if vision_format in WHOLE_PAGE_FORMATS else CacheConfig.page_size
+
     def fitted(self, image_tokens: int) -> CacheConfig:
         """With pages no larger than a model's images, which are stored in whole ones: of 64 tokens
         half a page would stay empty behind 32. As it is where another size was asked for."""

@@ -13,7 +13,6 @@ from mmserve import flags
 from mmserve.config import (
     METHODS,
     TOKEN_FORMATS,
-    WHOLE_PAGE,
     WHOLE_PAGE_FORMATS,
     CacheConfig,
     EngineConfig,
@@ -158,7 +157,6 @@ def tier_config(args: argparse.Namespace, folder: Path | None) -> TierConfig:
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's part of the configuration from parsed flags."""
     base = os.environ.get("XDG_CACHE_HOME")
-    whole = args.vision_kv_cache_dtype in WHOLE_PAGE_FORMATS
     cache_dir = args.cache_dir or (Path(base) / "mmserve" if base else None)
     return EngineConfig(
         model=ModelConfig(
@@ -180,7 +178,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         cache=CacheConfig(
             text_bytes=args.kv_cache_memory_bytes,
             vision_bytes=args.vision_kv_cache_memory_bytes,
-            page_size=WHOLE_PAGE if whole else CacheConfig.page_size,
+            page_size=CacheConfig.usual_page_size(args.vision_kv_cache_dtype),
             text_format=args.kv_cache_dtype,
             vision_format=args.vision_kv_cache_dtype,
             skip_layers=args.kv_cache_dtype_skip_layers,

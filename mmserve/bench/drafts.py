@@ -21,13 +21,13 @@ from typing import NamedTuple
 import torch
 
 from mmserve.bench.ceilings import Probe, measure_ceilings
+from mmserve.bench.chat import asked, chat
 from mmserve.bench.machine import facts
 from mmserve.bench.pictures import draw
 from mmserve.bench.suite import Line, SuiteReport, record, render
 from mmserve.config import EngineConfig, SpecConfig
 from mmserve.engine.engine import Engine
 from mmserve.model.weights import load
-from mmserve.prompt import ImagePart, Message, Part, TextPart
 from mmserve.request import Request, SamplingParams, Segment, TextSegment, Timings
 
 QUESTIONS = (
@@ -141,13 +141,7 @@ class _Session:
         return [self._chat(text) for text in every]
 
     def _chat(self, text: str, picture: bytes | None = None) -> tuple[Segment, ...]:
-        engine = self.engine
-        parts: list[Part] = [TextPart(text)]
-        images = []
-        if picture is not None:
-            parts.insert(0, ImagePart(picture))
-            images.append(engine.pipeline.prepare(picture))
-        return engine.template.render([Message("user", tuple(parts))], images).segments
+        return chat(self.engine, [asked(text, picture)])
 
     def _copying(self, number: int) -> tuple[Segment, ...]:
         """A document twice, and how it begins for the third time."""

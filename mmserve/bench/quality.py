@@ -36,7 +36,7 @@ from mmserve.bench.quality_session import (
 )
 from mmserve.bench.report import table
 from mmserve.bench.shapes import load_shape
-from mmserve.config import WHOLE_PAGE, WHOLE_PAGE_FORMATS, CacheConfig, EngineConfig, SpecConfig
+from mmserve.config import CacheConfig, EngineConfig, SpecConfig
 from mmserve.engine.engine import Engine
 from mmserve.model.loader import resolve_device
 from mmserve.model.weights import load
@@ -128,10 +128,9 @@ def quality(options: Options, config: EngineConfig) -> QualityReport:
 
 def _build(pair: Pair, options: Options, config: EngineConfig) -> Engine:
     text, vision = pair
-    whole = vision in WHOLE_PAGE_FORMATS
     cache = dataclasses.replace(
         config.cache,
-        page_size=WHOLE_PAGE if whole else CacheConfig.page_size,
+        page_size=CacheConfig.usual_page_size(vision),
         text_format=text,
         vision_format=vision,
     )

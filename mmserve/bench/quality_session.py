@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mmserve.bench.ceilings import synchronize
+from mmserve.bench.chat import asked, chat
 from mmserve.bench.drafts import LOOKS, QUESTIONS
 from mmserve.bench.pictures import draw
 from mmserve.engine.engine import Engine
-from mmserve.prompt import ImagePart, Message, Part, TextPart
+from mmserve.prompt import Message, TextPart
 from mmserve.request import Request, SamplingParams, Segment, TextSegment
 
 BEST = 20  # tokens of a place whose log-probabilities are compared
@@ -48,18 +49,18 @@ class Session:
 
     def prompts(self) -> dict[str, list[Segments]]:
         """By kind."""
-        found = {"text": [self._chat([Message("user", (TextPart(q),))]) for q in QUESTIONS]}
+        found = {"text": [self._chat([asked(q)]) for q in QUESTIONS]}
         if self.engine.least_image_tokens:
             shown = [draw(f"quality {n}") for n in range(PICTURES)]
-            found["image"] = [self._chat([_look(p, text)]) for p in shown for text in LOOKS]
+            found["image"] = [self._chat([asked(text, p)]) for p in shown for text in LOOKS]
             found["turns"] = [
                 self._chat(
                     [
-                        _look(shown[n], LOOKS[0]),
+                        asked(LOOKS[0], shown[n]),
                         Message("assistant", (TextPart("It shows several shapes."),)),
-                        _look(shown[n - 1], "And this one?"),
+                        asked("And this one?", shown[n - 1]),
                         Message("assistant", (TextPart("Other shapes, in other colours."),)),
-                        Message("user", (TextPart("What differs between the two images?"),)),
+                        asked("What differs between the two images?"),
                     ]
                 )
                 for n in range(PICTURES)
@@ -86,10 +87,10 @@ class Session:
         params = SamplingParams(max_tokens=8, temperature=0.0)
         right = 0
         for first in range(0, len(questions), AT_ONCE):
-            asked = questions[first : first + AT_ONCE]
-            looks = [[_look(q.image.read_bytes(), q.text)] for q in asked]
+            some = questions[first : first + AT_ONCE]
+            looks = [[asked(q.text, q.image.read_bytes())] for q in some]
             said = self._run([self._chat(look) for look in looks], params)
-            for question, answer in zip(asked, said, strict=True):
+            for question, answer in zip(some, said, strict=True):
                 words = self.engine.tokenizer.decode(list(answer.tokens))
                 right += words.strip().lower().rstrip(".") == question.answer
         return right / len(questions)
@@ -148,14 +149,7 @@ class Session:
         return request.id
 
     def _chat(self, messages: list[Message]) -> Segments:
-        files = [p.data for m in messages for p in m.parts if isinstance(p, ImagePart)]
-        images = [self.engine.pipeline.prepare(file) for file in files]
-        return self.engine.template.render(messages, images).segments
-
-
-def _look(picture: bytes, text: str) -> Message:
-    parts: tuple[Part, ...] = (ImagePart(picture), TextPart(text))
-    return Message("user", parts)
+        return chat(self.engine, messages)
 
 
 def divergence(own: dict[int, float], other: dict[int, float]) -> float:

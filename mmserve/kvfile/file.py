@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmserve.kvfile.header import Identity, KVFileError, KVHeader
+from mmserve.kvfile.header import Identity, KVFileError, KVHeader, Shape
 from mmserve.whole_file import replacing
 
 HEADER, HEADER_SUM = "kv_header", "kv_header_sha256"  # in the safetensors metadata
@@ -75,8 +75,11 @@ def read_file(path: Path, ours: Identity | None = None, compatible: Collection[s
             if odd := sorted(set(header.checksums) ^ set(shapes)):
                 raise KVFileError(f"tensor {odd[0]} has no checksum, or is none")
             tensors = {name: opened.get_tensor(name) for name in shapes}
+        dtypes = header.dtypes()
         for name, tensor in tensors.items():
-            _check(name, tensor, header)
+            _check(name, tensor, shapes[name], dtypes[name])
+            if checksum(tensor) != header.checksums[name]:
+                raise KVFileError(f"tensor {name} is damaged: its checksum is another")
     except KVFileError as error:
         error.args = (f"{path}: {error}",)
         raise
@@ -94,12 +97,9 @@ def _header(metadata: Mapping[str, str]) -> KVHeader:
     return KVHeader.from_json(text)
 
 
-def _check(name: str, tensor: Tensor, header: KVHeader) -> None:
-    shape, wanted = header.shapes()[name], header.dtypes()[name]
+def _check(name: str, tensor: Tensor, shape: Shape, wanted: str) -> None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tuple(tensor.shape) != shape or dtype != wanted:
         raise KVFileError(
             f"tensor {name} is {dtype} {list(tensor.shape)}; the header says {wanted} {list(shape)}"
         )
-    if checksum(tensor) != header.checksums[name]:
-        raise KVFileError(f"tensor {name} is damaged: its checksum is another")

@@ -19,7 +19,7 @@ from mmserve.config import (
     TierConfig,
 )
 from mmserve.engine.engine import Engine
-from mmserve.kernels.kv_formats import FORMATS
+from mmserve.kernels.kv_formats import FORMATS, GROUP_TOKENS
 from mmserve.kvfile.file import read_file, write_file
 from mmserve.kvfile.header import KVMismatchError
 from mmserve.request import Segment, TextSegment
@@ -52,6 +52,7 @@ def conversation(d: Driver, n: int) -> tuple[Segment, ...]:
 def test_the_configuration_and_the_kernels_know_the_same_formats() -> None:
     assert set(TOKEN_FORMATS + WHOLE_PAGE_FORMATS) == set(FORMATS)
     assert all(FORMATS[name].whole_pages == (name in WHOLE_PAGE_FORMATS) for name in FORMATS)
+    assert WHOLE_PAGE == GROUP_TOKENS
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
