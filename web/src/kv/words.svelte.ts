@@ -1,22 +1,14 @@
 /** The view's language as state, the same choice as the chat page's, and numbers said in it. */
-import { chooseLanguage, formatMs, LANGUAGE_TAGS } from '../i18n/language';
-import type { Language } from '../i18n/language';
+import { Speech } from '../i18n/speech.svelte';
 import { en } from './i18n/en';
 import type { Dictionary } from './i18n/en';
 import { zh } from './i18n/zh';
 
-const KEY = 'mmserve.language';
-const DICTIONARIES: Record<Language, Dictionary> = { en, zh };
 const UNITS = ['byte', 'kilobyte', 'megabyte', 'gigabyte', 'terabyte'] as const;
 
-class Words {
-  language = $state<Language>(chooseLanguage(localStorage.getItem(KEY), navigator.languages));
-  readonly text = $derived(DICTIONARIES[this.language]);
-  readonly tag = $derived(LANGUAGE_TAGS[this.language]);
-
-  use(language: Language): void {
-    this.language = language;
-    localStorage.setItem(KEY, language);
+class Words extends Speech<Dictionary> {
+  constructor() {
+    super({ en, zh });
   }
 
   number(value: number): string {
@@ -35,7 +27,7 @@ class Words {
   }
 
   seconds(value: number): string {
-    return formatMs(1000 * value, this.language);
+    return this.ms(1000 * value);
   }
 
   /** In powers of 1024. */

@@ -1,35 +1,22 @@
 /** The page's language as state: the dictionary in use, and switching it. */
 import {
-  chooseLanguage,
   DICTIONARIES,
   errorSentence,
   formatBytes,
-  formatMs,
   formatNumber,
   formatPercent,
-  LANGUAGE_TAGS,
 } from '../i18n/language';
-import type { Language } from '../i18n/language';
+import type { Dictionary } from '../i18n/en';
+import { Speech } from '../i18n/speech.svelte';
 import type { ApiError } from '../protocol';
 
-const KEY = 'mmserve.language';
-
-export class Words {
-  language = $state<Language>(chooseLanguage(localStorage.getItem(KEY), navigator.languages));
-  readonly text = $derived(DICTIONARIES[this.language]);
-  readonly tag = $derived(LANGUAGE_TAGS[this.language]);
-
-  use(language: Language): void {
-    this.language = language;
-    localStorage.setItem(KEY, language);
+export class Words extends Speech<Dictionary> {
+  constructor() {
+    super(DICTIONARIES);
   }
 
   error(error: ApiError): string {
     return errorSentence(this.text, error);
-  }
-
-  ms(value: number): string {
-    return formatMs(value, this.language);
   }
 
   percent(share: number): string {
