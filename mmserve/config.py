@@ -56,6 +56,12 @@ class ModelConfig:
 # Of KV (mmserve.kernels.kv_formats), those of which a page is stored as a whole, and the others.
 WHOLE_PAGE_FORMATS = ("int4", "int2", "int4_outliers", "int2_outliers")
 TOKEN_FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
+COLD_FORMATS = ("int8", "int4", "int2")  # one step down after another
+BITS = (  # of an element
+    dict.fromkeys(TOKEN_FORMATS, 8)
+    | {"auto": 16}
+    | {name: int(name[3]) for name in WHOLE_PAGE_FORMATS}
+)
 WHOLE_PAGE = 64  # tokens of such a page: its scales are then an eighth of an element's 4 bits
 
 
@@ -69,6 +75,10 @@ class CacheConfig:
     skip_layers: tuple[int, ...] = ()  # decoder layers whose KV stays as the model computes it
     text_bytes: int = 1 * GIB
     vision_bytes: int = GIB // 2
+    # Down to which of COLD_FORMATS images may step that have to leave the pool, None: not at all;
+    # and what is held of them beside the pool.
+    cold_format: str | None = None
+    cold_bytes: int = 128 * MIB
     # What the vision tower made of images, for when they are seen behind other text.
     feature_bytes: int = GIB // 4
     prefix_caching: bool = True
@@ -82,6 +92,19 @@ class CacheConfig:
         ):
             if name not in known:
                 raise ValueError(f"KV of {what} cannot be {name!r}; known are {', '.join(known)}")
+        if self.cold_format is not None and not self.cold_formats:
+            raise ValueError(
+                f"images cannot step down from {self.vision_format!r} to {self.cold_format!r}; "
+                f"steps are {', '.join(COLD_FORMATS)}"
+            )
+
+    @property
+    def cold_formats(self) -> tuple[str, ...]:
+        """The steps, from the pool's format down."""
+        if self.cold_format not in COLD_FORMATS:
+            return ()
+        last, first = BITS[self.cold_format], BITS[self.vision_format]
+        return tuple(name for name in COLD_FORMATS if last <= BITS[name] < first)
 
     @staticmethod
     def usual_page_size(vision_format: str) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mmserve import flags
 from mmserve.config import (
+    COLD_FORMATS,
     METHODS,
     TOKEN_FORMATS,
     WHOLE_PAGE_FORMATS,
@@ -97,6 +98,18 @@ def _add_pool_flags(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="decoder layers whose KV stays as the model computes it, such as 0,1,29",
     )
+    add(
+        "--vision-kv-cold-dtype",
+        choices=COLD_FORMATS,
+        help="hold images that have to leave the pool in fewer bits, step by step down to this; "
+        "answers that read them so are approximate and say it (default: they are forgotten)",
+    )
+    add(
+        "--vision-kv-cold-memory-bytes",
+        type=flags.size,
+        default=cache.cold_bytes,
+        help="for those, beside the pool (default: 128M)",
+    )
     add("--no-enable-prefix-caching", action="store_true")
     add("--max-num-seqs", type=flags.count, default=steps.max_num_seqs)
     add("--max-num-batched-tokens", type=flags.count, default=steps.max_num_batched_tokens)
@@ -182,6 +195,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             text_format=args.kv_cache_dtype,
             vision_format=args.vision_kv_cache_dtype,
             skip_layers=args.kv_cache_dtype_skip_layers,
+            cold_format=args.vision_kv_cold_dtype,
+            cold_bytes=args.vision_kv_cold_memory_bytes,
             prefix_caching=not args.no_enable_prefix_caching,
         ),
         scheduler=SchedulerConfig(

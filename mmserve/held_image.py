@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 # Where KV can be; an object store is a far disk.
-ACTIVE, HOST, DISK, ABSENT = "active", "host", "disk", "absent"
+ACTIVE, HOST, DISK, COLD, ABSENT = "active", "host", "disk", "cold", "absent"
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class ImageId:
 class HeldImage:
     """Where the KV of an image is, and how much there is of it.
 
-    `state`: ACTIVE in the pool, HOST, DISK or ABSENT. `num_bytes`: of its pages in the
-    pool, over all layers. `hits`: how often it was found since it was written there.
+    `state`: ACTIVE in the pool, HOST, DISK, COLD or ABSENT. `num_bytes`: of its pages in the
+    pool, over all layers. `hits`: how often it was found since it was written there. `kv_format`:
+    of a COLD one, of which a request would get what is left in it.
     """
 
     state: str = ABSENT
@@ -30,3 +31,4 @@ class HeldImage:
     num_bytes: int = 0
     hits: int = 0
     pinned: bool = False
+    kv_format: str | None = None

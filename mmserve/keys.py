@@ -30,6 +30,11 @@ def of_head(context: bytes, count: int) -> bytes:
     return hashlib.sha256(b"head%d" % count + context).digest()
 
 
+def stepped(name: bytes, kind: str) -> bytes:
+    """What such a name stands for, held in a format of KV (and maybe brought back from it)."""
+    return hashlib.sha256(b"stepped " + kind.encode() + b" " + name).digest()
+
+
 def unseen(images: Iterable[tuple[int, bytes]]) -> bytes:
     """That text from here on does not see some images before it, by their text index and digest."""
     return b"unseen" + b"".join(sorted(b"%020d" % index + digest for index, digest in images))

@@ -37,7 +37,7 @@ class RequestOwner(NamedTuple):
 class ImageOwner(NamedTuple):
     """An image in the vision pool. `state`: writing | ready | failed; `references`: by running
     sequences; `request`: the one that it was computed for, None where it came from a tier or a
-    file."""
+    file; `kv_format`: it was held in since, None: it is as it was computed."""
 
     number: int
     key: bytes
@@ -47,6 +47,7 @@ class ImageOwner(NamedTuple):
     references: int
     hits: int
     pinned: bool
+    kv_format: str | None = None
 
 
 Owner = PrefixOwner | RequestOwner | ImageOwner

@@ -87,6 +87,7 @@ class Metrics:
             "kind",
         )
         self._add_pages()
+        self._add_cold()
         self._add_tiers()
         self._add_drafts()
 
@@ -117,6 +118,24 @@ class Metrics:
             gauge.set(value)
         total = active + cached + free
         self._usage[pool].set(active / total if total else 0.0)
+
+    def _add_cold(self) -> None:
+        self._steps = self._labelled(
+            Counter, "vision_kv_steps", "Images that stepped down to a format", "dtype"
+        )
+        self.cold_images_read = self._counter(
+            "cold_images_read", "Images brought back to the pool from fewer bits"
+        )
+        self._cold_images = self._labelled(Gauge, "cold_images", "Images held so", "dtype")
+        self._cold_bytes = self._labelled(Gauge, "cold_bytes", "Bytes of their KV", "dtype")
+
+    def image_stepped(self, dtype: str) -> None:
+        self._steps.labels(dtype).inc()
+
+    def show_cold(self, dtype: str, held: Callable[[], tuple[int, int]]) -> None:
+        """`held`: images and bytes, asked whenever figures are shown, on any thread."""
+        self._cold_images.labels(dtype).set_function(lambda: held()[0])
+        self._cold_bytes.labels(dtype).set_function(lambda: held()[1])
 
     def _add_tiers(self) -> None:
         self._hits = self._labelled(

@@ -178,6 +178,7 @@ class Usage:
     dropped_tokens: int = 0  # text tokens, prompt and output, that a streaming request left behind
     dropped_images: int = 0  # places of images, likewise
     vision_mode: str | None = None  # named where it makes the answer approximate
+    vision_kv_dtype: str | None = None  # of images that were not read as computed, the lowest
     beam_kv_saved: float | None = None  # of a beam search: see `Beams.shared`
 
 

@@ -1,6 +1,6 @@
 """How far a request got: its tokens, its images, and the pages that hold them. Host state only.
 
-Owns `Sequence` and `PlacedImage`. Knows nothing of tensors, pages' contents or scheduling.
+Owns `Sequence`. Knows nothing of tensors, pages' contents or scheduling.
 
 Only text tokens live in the text KV pool, so a text token has a **text index** i (its slot among
 the sequence's text pages) and a **position** p (what rotary embedding sees), where p = i + the
@@ -14,10 +14,10 @@ import enum
 import hashlib
 import sys
 from array import array
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
 
 from mmserve import keys
+from mmserve.placed import Gap, PlacedImage
 from mmserve.regimes import ONE, Course, Regimes
 from mmserve.request import ImageInput, ImageSegment, Request, Segment, TextSegment
 from mmserve.streaming import cut
@@ -32,51 +32,6 @@ class SequenceStatus(enum.Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"  # waiting again; its KV may have been given back
     FINISHED = "finished"
-
-
-@dataclass
-class PlacedImage:
-    """An image at its place: before text token `text_index`, positions from `base`, its tokens
-    `visual_index` and on among the sequence's visual tokens.
-
-    `key` names its KV in the vision pool: the image's digest where its KV depends on nothing else,
-    or with everything before it, if `in_context`. `skip`: tokens of what is stored under the key
-    that stand before the image's own. `pages`: by layer group, while the sequence runs; empty where
-    it does not hold the image.
-    """
-
-    image: ImageInput
-    text_index: int
-    base: int
-    visual_index: int
-    key: bytes
-    in_context: bool = False
-    skip: int = 0
-    pages: list[list[int]] | None = None
-
-    @property
-    def num_stored(self) -> int:
-        """Tokens under its key."""
-        return self.skip + self.image.num_tokens
-
-    @property
-    def start(self) -> int:
-        """Its first token's place among all tokens of the sequence."""
-        return self.text_index + self.visual_index
-
-    @property
-    def end(self) -> int:
-        return self.start + self.image.num_tokens
-
-
-@dataclass(eq=False)
-class Gap:
-    """The place of a marked image: before text token `text_index`, as many positions as the image
-    takes. It is segment number `segment`."""
-
-    image: ImageInput
-    segment: int
-    text_index: int
 
 
 class Sequence:
@@ -120,6 +75,9 @@ class Sequence:
         # text did. What is not here is not decided.
         self.marks: dict[int, int | None] = {}
         self.keys: list[Hashable] = []
+        # By digest: images that are read as they are after having been held in another format.
+        self.coarse: Mapping[bytes, str] = {}
+        self.coarsest: str | None = None  # of the formats that any of it was read in
         self.tables: list[list[int]] = [[]]  # by layer group: text pages, logical to physical
         self.num_computed_tokens = 0  # text tokens whose KV is in the pool
         self.num_pending = 0  # tokens at the end of `token_ids` whose values are not known yet
@@ -167,7 +125,7 @@ class Sequence:
                 hashed = index
                 where = (index, position, visual)
                 self.images += self._parts(image, where, context.digest())
-                before.append(image.digest)
+                before.append(self._named(image.digest, image.digest))
                 position += image.width
                 visual += image.num_tokens
                 continue
@@ -182,7 +140,7 @@ class Sequence:
         self, image: ImageInput, where: tuple[int, int, int], context: bytes
     ) -> list[PlacedImage]:
         """An image as it is stored: in one piece, or its head and its tail apart."""
-        alone = self.course.key(image.digest)
+        alone = self._named(self.course.key(image.digest), image.digest)
         if not self.in_context:
             return [PlacedImage(image, *where, alone)]
         if self.head is None or image.num_tokens <= self.head:
@@ -193,6 +151,11 @@ class Sequence:
             PlacedImage(head, *where, keys.of_head(context, self.head), in_context=True),
             PlacedImage(tail, index, position, visual + self.head, alone, skip=self.head),
         ]
+
+    def _named(self, name: bytes, digest: bytes) -> bytes:
+        """What a name of an image becomes where the image is not as it was computed."""
+        kind = self.coarse.get(digest)
+        return name if kind is None else keys.stepped(name, kind)
 
     @property
     def id(self) -> str:
@@ -270,6 +233,16 @@ class Sequence:
     def enter(self, regime: int) -> None:
         """All is to be computed again, in another regime; nothing is held."""
         self.course.regime = regime
+        self._rename()
+
+    def read_as(self, coarse: Mapping[bytes, str]) -> None:
+        """All is to be computed again, with these images, by digest, as they are after having been
+        held in these formats, and the others as they were computed; nothing is held."""
+        self.coarse = coarse
+        self._rename()
+
+    def _rename(self) -> None:
+        """What is known of its images stays, whatever they are called now."""
         missing = [placed.key in self.missing_images for placed in self.images]
         self._lay_out_again()
         places = zip(self.images, missing, strict=True)

@@ -41,7 +41,8 @@ ALLOWED = {
     "request": set(),
     "streaming": {"request"},
     "keys": {"request"},
-    "sequence": {"keys", "regimes", "request", "streaming"},
+    "placed": {"request"},
+    "sequence": {"keys", "placed", "regimes", "request", "streaming"},
     "session": set(),
     "tokenizer": set(),
     "metrics": set(),
@@ -55,7 +56,10 @@ ALLOWED = {
     "kernels": set(),
     "vision": {"config", "errors", "kernels"},
     "cache": {"config", "request", "kernels"},
-    "scheduler": {"config", "errors", "request", "sequence", "spec.draft", "kv_snapshot", *BOOKS},
+    "scheduler": {
+        *("config", "errors", "request", "placed", "sequence", "spec.draft", "kv_snapshot"),
+        *BOOKS,
+    },
     "model": {
         "config",
         "errors",
@@ -70,7 +74,8 @@ ALLOWED = {
     "kvfile": {"whole_file"},
     "tiers": {"whole_file", "kvfile"},
     "engine": TYPES
-    | {"sequence", "kernels", "vision", "cache", "scheduler", "model", "kvfile", "tiers", "spec"},
+    | {"keys", "placed", "sequence", "kernels", "vision", "cache", "scheduler", "model"}
+    | {"kvfile", "tiers", "spec"},
     "server": TYPES | {"whole_file"},
     "train_drafter": TYPES | {"vision", "model", "engine", "spec", "whole_file"},
     "train_command": {"config", "flags", "train_drafter"},
@@ -93,6 +98,7 @@ FORBIDDEN = {
     "kv_snapshot": {"*"},
     "streaming": {"*"},
     "keys": {"*"},
+    "placed": {"*"},
     "sequence": {"*"},
     "session": {"*"},
     "kvfile.header": {"*"},

@@ -33,6 +33,7 @@ def build_tiers(
     runner: ModelRunner,
     scheduler: Scheduler,
     metrics: Metrics,
+    costs: Costs,
 ) -> KVTiers | None:
     """None where nothing is kept below the pools. Raises `ObjectStoreError`, or `OSError` for a
     folder that cannot be used."""
@@ -54,7 +55,7 @@ def build_tiers(
         store=store,
         pinned=pinned,
     )
-    costs = Costs({"host": _host_byte_s(runner.device)})
+    costs.byte_s["host"] = _host_byte_s(runner.device)
     if folder is not None and (seconds := disk_byte_s(folder.path)) is not None:
         costs.byte_s["disk"] = seconds
     objects = KVObjects(owner, runner.text, runner.vision)

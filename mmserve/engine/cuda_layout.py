@@ -30,8 +30,9 @@ from mmserve.engine.rows import (
 )
 from mmserve.kernels import work
 from mmserve.kernels.reference import NOWHERE, vision_slot
+from mmserve.placed import PlacedImage
 from mmserve.scheduler.batch import Chunk
-from mmserve.sequence import PlacedImage, Sequence
+from mmserve.sequence import Sequence
 from mmserve.spec.draft import Unread
 
 NO_PAGES = np.zeros(0, np.int32)

@@ -20,6 +20,7 @@ from typing import Any
 
 from mmserve.config import EngineConfig
 from mmserve.engine.border import Border, build_border
+from mmserve.engine.build_cold import build_cold
 from mmserve.engine.build_drafter import build_drafter
 from mmserve.engine.build_scheduler import build_scheduler
 from mmserve.engine.build_tiers import build_tiers
@@ -48,6 +49,7 @@ from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.page_owners import PageOwners
 from mmserve.sequence import Sequence
 from mmserve.spec.draft import AnyDraft
+from mmserve.tiers.cost import Costs
 from mmserve.tiers.kv_object import Owner
 
 logger = logging.getLogger(__name__)
@@ -75,8 +77,11 @@ class Engine:
         border = border or build_border(loaded, config.images, dtype=dtype)
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
         owner = Owner(self.kv.identity, self._compatible)
-        self.tiers = build_tiers(config.tiers, owner, self.runner, self.scheduler, self.metrics)
-        self._figures = Figures(self.metrics, self.scheduler, self.tiers)
+        parts, costs = (self.runner, self.scheduler, self.metrics), Costs()
+        self.tiers = build_tiers(config.tiers, owner, *parts, costs)
+        tier_of = self.tiers.image_tier if self.tiers is not None else lambda key: None
+        cold = build_cold(config, *parts, costs, tier_of)
+        self._figures = Figures(self.metrics, self.scheduler, self.tiers, costs)
         self._live: dict[str, Live] = {}
         self._images = ImageSteps(
             self.runner,
@@ -85,12 +90,13 @@ class Engine:
             self.metrics,
             self._live,
             self._finish,
-            self.tiers.image_tier if self.tiers is not None else lambda key: None,
+            tier_of,
+            cold,
         )
         self.images = self._images.kv
         runner = self.runner
         text, vision = ([p.shape.page_bytes for p in of] for of in (runner.text, runner.vision))
-        self.page_owners = PageOwners(self.scheduler, text, vision)
+        self.page_owners = PageOwners(self.scheduler, text, vision, self.images.format_of)
         self.default_sampling = border.sampling
         # Tokens that can be chosen, and can be spoken of.
         self.vocab_size = min(self.tokenizer.vocab_size, self.runner.adapter.vocab_size)

@@ -19,6 +19,7 @@ from mmserve.metrics import Metrics
 from mmserve.scheduler.batch import Batch
 from mmserve.scheduler.counts import Counts
 from mmserve.scheduler.scheduler import Scheduler
+from mmserve.tiers.cost import Costs
 from mmserve.tiers.stack import TIERS
 
 RECENT = 1000  # requests
@@ -27,8 +28,12 @@ OBSERVE_EVERY_S = 0.25  # counting evictable pages walks the whole prefix tree
 
 
 class Figures:
-    def __init__(self, metrics: Metrics, scheduler: Scheduler, tiers: KVTiers | None) -> None:
+    def __init__(
+        self, metrics: Metrics, scheduler: Scheduler, tiers: KVTiers | None, costs: Costs
+    ) -> None:
+        """`costs`: told of every step."""
         self._metrics, self._scheduler, self._tiers = metrics, scheduler, tiers
+        self._costs = costs
         self._total, self._lifted = Counts(), Lifted()  # since the start
         self._prompt_tokens = 0  # text and image, of requests that have ended
         self._lengths: deque[int] = deque(maxlen=RECENT)  # text and image tokens of those
@@ -70,19 +75,17 @@ class Figures:
         share = decoding / batch.num_tokens if decoding and not batch.images else 0.0
         self._metrics.decode_seconds.inc(seconds * share)
         self._metrics.prefill_seconds.inc(seconds * (1 - share))
-        if self._tiers is not None:
-            self._price(batch, seconds * (1 - share))
+        self._price(batch, seconds * (1 - share))
         return seconds
 
     def _price(self, batch: Batch, seconds: float) -> None:
         """What prompts cost, as far as a step shows it: with few rows it only reads weights."""
-        assert self._tiers is not None
         chunks = [c for c in batch.chunks if not c.decodes]
         text = sum(c.count for c in chunks)
         seen = sum(c.num_rows for c in chunks) - text
         seen += sum(job.image.num_tokens for job in batch.images)
         if seen or text >= LEAST_PRICED:
-            self._tiers.costs.computed(text, seen, seconds)
+            self._costs.computed(text, seen, seconds)
 
     def observe(self, now: float, *, idle: bool) -> None:
         """The state of queues and pools, every now and then; always of an `idle` engine."""

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mmserve.cache.kv_pool import VisionKVPool
+from mmserve.engine.cold_kv import ColdKV
 from mmserve.errors import PinBudgetExceededError
-from mmserve.held_image import ABSENT, ACTIVE, DISK, HOST, HeldImage, ImageId
+from mmserve.held_image import ABSENT, ACTIVE, COLD, DISK, HOST, HeldImage, ImageId
 
 PIN_SHARE = 2  # pinned images may take one part in so many of the pool
 
@@ -22,15 +23,17 @@ class _Pin(NamedTuple):
 
 class ImageKV:
     """`pools`: of the layer groups that have images. `key_of(digest)`: what an image's KV was
-    stored under last. `tier_of(key)`: the highest tier below the pools that has it."""
+    stored under last. `tier_of(key)`: the highest tier below the pools that has it; `cold`: has it
+    in fewer bits; None: nothing has."""
 
     def __init__(
         self,
         pools: Sequence[VisionKVPool],
         key_of: Callable[[bytes], bytes],
         tier_of: Callable[[bytes], str | None] = lambda key: None,
+        cold: ColdKV | None = None,
     ) -> None:
-        self._pools, self._tier_of = pools, tier_of
+        self._pools, self._tier_of, self.cold = pools, tier_of, cold
         self._key_of = key_of
         self._pinned: dict[ImageId, _Pin] = {}
 
@@ -39,7 +42,17 @@ class ImageKV:
         if all(pool.index.is_ready(key) for pool in self._pools):
             return ACTIVE
         tier = self._tier_of(key)
-        return ABSENT if tier is None else tier if tier == HOST else DISK
+        if tier is None:
+            return ABSENT if self._format(key) is None else COLD
+        return tier if tier == HOST else DISK
+
+    def _format(self, key: bytes) -> str | None:
+        """In which an image could be had, that is nowhere as it was computed."""
+        return self.cold.state(key) if self.cold is not None else None
+
+    def format_of(self, key: bytes) -> str | None:
+        """Which the KV under a key has been held in since it was computed; None: in the pool's."""
+        return self.cold.format_of(key) if self.cold is not None else None
 
     def held(self, images: Sequence[ImageId]) -> list[HeldImage]:
         return [self._held(image) for image in images]
@@ -49,12 +62,14 @@ class ImageKV:
         key = next((key for key in keys if self.state(key) != ABSENT), keys[0])
         entries = [(pool, pool.index.lookup(key)) for pool in self._pools]
         found = [(pool, entry) for pool, entry in entries if entry is not None]
+        state = self.state(key)
         return HeldImage(
-            state=self.state(key),
+            state=state,
             num_tokens=found[0][1].num_tokens if found else image.num_tokens,
             num_bytes=sum(len(entry.pages) * pool.shape.page_bytes for pool, entry in found),
             hits=max((entry.hits for _, entry in found), default=0),
             pinned=image in self._pinned,
+            kv_format=self._format(key) if state == COLD else None,
         )
 
     def pin(self, image: ImageId) -> None:
@@ -80,14 +95,16 @@ class ImageKV:
                 pool.index.pin(key)
 
     def drop(self, key: bytes) -> bool:
-        """Forget what lies under a key in the pools; False: it is not there, or somebody reads it.
+        """Forget what lies under a key in the pools, and what is cold of it; False: it is not
+        there, or somebody reads it.
 
         What tiers have of it stays, and what is pinned is kept again once it is back.
         """
         entries = [pool.index.lookup(key) for pool in self._pools]
         if any(entry is not None and entry.references for entry in entries):
             return False
-        return sum(pool.index.drop(key) for pool in self._pools) > 0
+        cold = self.cold is not None and self.cold.drop(key)
+        return sum(pool.index.drop(key) for pool in self._pools) > 0 or cold
 
     def unpin(self, image: ImageId) -> None:
         """Harmless when it is not pinned."""

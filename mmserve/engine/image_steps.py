@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from mmserve.engine.border import Pipeline
+from mmserve.engine.cold_kv import ColdKV
 from mmserve.engine.image_kv import ImageKV
 from mmserve.engine.live import Live
 from mmserve.engine.model_runner import ModelRunner
@@ -41,13 +42,15 @@ class ImageSteps:
         lives: Mapping[str, Live],
         finish: Callable[[Live, FinishReason, str], None],
         tier: Callable[[bytes], str | None],
+        cold: ColdKV | None = None,
     ) -> None:
-        """`tier`: where the KV of what lies under a key is, that is not in the pools."""
+        """`tier`: where the KV of what lies under a key is, that is not in the pools; `cold`: in
+        fewer bits; None: nowhere."""
         self._runner, self._holdings, self._pipeline = runner, holdings, pipeline
         self._metrics, self._lives, self._finish = metrics, lives, finish
         self._last_keys: dict[bytes, bytes] = {}  # by digest, of images computed in their context
         pools = [runner.vision[g] for g in holdings.image_groups]
-        self.kv = ImageKV(pools, lambda digest: self._last_keys.get(digest, digest), tier)
+        self.kv = ImageKV(pools, lambda digest: self._last_keys.get(digest, digest), tier, cold)
         pipeline.connect(self.is_resident, metrics.image_decodes.inc)
 
     def ahead(self, batch: Batch) -> Batch:

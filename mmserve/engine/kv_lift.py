@@ -17,8 +17,8 @@ from typing import NamedTuple
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.radix_node import HOLE, MatchResult
 from mmserve.engine.kv_objects import KVObjects
+from mmserve.placed import PlacedImage
 from mmserve.scheduler.holdings import Holdings
-from mmserve.sequence import PlacedImage
 from mmserve.sequence import Sequence as Seq
 from mmserve.tiers.cost import Costs
 from mmserve.tiers.kv_object import KVObject, Parts
@@ -142,13 +142,15 @@ class Lifter:
         for name in self._run_names(seq)[:known]:
             self._fetched[seq.id].drop(name)
 
-    def lift(self, seq: Seq) -> None:
-        """Bring up what is at hand of what a sequence could use, as far as there is room now."""
+    def lift(self, seq: Seq) -> bool:
+        """Bring up what is at hand of what a sequence could use, as far as there is room now; what
+        there is none for is computed, and nobody waits for it."""
         try:
             self._lift(seq)
         except RuntimeError as error:  # PyTorch's, for memory: the rest is computed
             logger.warning("an object of KV found no memory: %s", error)
             self.forget(seq.id)
+        return True
 
     def _lift(self, seq: Seq) -> None:
         radix = self._holdings.radix

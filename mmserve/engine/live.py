@@ -197,6 +197,7 @@ class Live:
             completion_tokens=seq.num_output_tokens,
             dropped_tokens=seq.num_dropped_tokens,
             dropped_images=seq.num_dropped_images,
+            vision_kv_dtype=seq.coarsest,
         )
 
     def _count(self) -> Usage:

@@ -33,8 +33,8 @@ from mmserve.engine.transfer import resolve_pending
 from mmserve.kernels.reference import AttentionPlan, QueryGroup, vision_slot
 from mmserve.model.adapter import CAUSAL, Sight
 from mmserve.model.rope import Block
+from mmserve.placed import PlacedImage
 from mmserve.scheduler.batch import Chunk
-from mmserve.sequence import PlacedImage
 
 
 class ImageRows(NamedTuple):

@@ -17,8 +17,8 @@ from mmserve.cache.layer_group import LayerGroup
 from mmserve.kernels.reference import NOWHERE, vision_slot
 from mmserve.model.adapter import Sight
 from mmserve.model.rope import Block
+from mmserve.placed import PlacedImage
 from mmserve.scheduler.batch import Chunk, ContextImage
-from mmserve.sequence import PlacedImage
 from mmserve.sequence import Sequence as Seq
 from mmserve.spec.draft import AnyDraft
 

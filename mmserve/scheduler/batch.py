@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mmserve.placed import PlacedImage
 from mmserve.request import ImageInput
-from mmserve.sequence import PlacedImage, Sequence
+from mmserve.sequence import Sequence
 from mmserve.spec.draft import AnyDraft
 
 

@@ -25,9 +25,9 @@ from mmserve.cache.page_pool import PagePool
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.radix_node import HOLE, Needs
 from mmserve.cache.vision_index import EntryState, VisionIndex
+from mmserve.placed import PlacedImage
 from mmserve.scheduler.batch import PageCopy
 from mmserve.scheduler.marks import settle
-from mmserve.sequence import PlacedImage
 from mmserve.sequence import Sequence as Seq
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from mmserve.sequence import Gap
+from mmserve.placed import Gap
 from mmserve.sequence import Sequence as Seq
 
 Reach = Callable[[Sequence[Hashable]], int]  # of such keys: how many first ones are cached

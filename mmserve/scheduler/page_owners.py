@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from mmserve.cache.radix_node import HOLE
 from mmserve.kv_snapshot import (
@@ -28,13 +28,18 @@ Maps = dict[int, list[int]]  # by layer group; one place more than there are pag
 
 
 class PageOwners:
-    """`text_bytes`, `vision_bytes`: of a page, by layer group."""
+    """`text_bytes`, `vision_bytes`: of a page, by layer group; `format_of(key)`: of what lies under
+    a key in the vision pool and is not as it was computed."""
 
     def __init__(
-        self, scheduler: Scheduler, text_bytes: Sequence[int], vision_bytes: Sequence[int]
+        self,
+        scheduler: Scheduler,
+        text_bytes: Sequence[int],
+        vision_bytes: Sequence[int],
+        format_of: Callable[[bytes], str | None] = lambda key: None,
     ) -> None:
         self._scheduler, self._holdings = scheduler, scheduler.holdings
-        self._bytes = text_bytes, vision_bytes
+        self._bytes, self._format_of = (text_bytes, vision_bytes), format_of
         self._count = itertools.count()
         # A node is itself, a request its id, an image its key.
         self._numbers: dict[Hashable, int] = {}
@@ -114,9 +119,16 @@ class PageOwners:
                 if (known := found.get(key)) is not None:
                     references = max(references, known.references)
                     hits = max(hits, known.hits)
-                state, pinned = entry.state.value, index.is_pinned(key)
                 found[key] = ImageOwner(
-                    number, key, entry.writer, entry.num_tokens, state, references, hits, pinned
+                    number,
+                    key,
+                    entry.writer,
+                    entry.num_tokens,
+                    entry.state.value,
+                    references,
+                    hits,
+                    index.is_pinned(key),
+                    self._format_of(key),
                 )
         return list(found.values())
 

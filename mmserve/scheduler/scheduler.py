@@ -30,13 +30,14 @@ from mmserve.cache.page_pool import PagePool
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.vision_index import VisionIndex
 from mmserve.config import SchedulerConfig
+from mmserve.placed import PlacedImage
 from mmserve.request import Request
 from mmserve.scheduler import admission
 from mmserve.scheduler.batch import Batch, Chunk, ContextImage, ImageJob, PageCopy
 from mmserve.scheduler.beams import Beams
 from mmserve.scheduler.counts import Counts
 from mmserve.scheduler.holdings import Holdings
-from mmserve.sequence import PlacedImage, Sequence, SequenceStatus
+from mmserve.sequence import Sequence, SequenceStatus
 from mmserve.spec.draft import AnyDraft
 
 
@@ -90,8 +91,8 @@ class Scheduler:
         # Looking for a place costs a walk of the prefix cache, and the same sequence is refused
         # again until something has come back.
         self._refused: tuple[str, int] | None = None  # the request and `Holdings.changes` then
-        # Brings what a sequence could find back to the pools, before it is looked for there.
-        self.lift: Callable[[Sequence], None] = lambda seq: None
+        # Brings what a sequence could find to the pools before it is looked for; False: not now.
+        self.lift: Callable[[Sequence], bool] = lambda seq: True
 
     # -- admission ------------------------------------------------------------------------------
 
@@ -203,8 +204,7 @@ class Scheduler:
             return False
         if self._outgrows(seq):
             seq.enter(self._due(seq))
-        self.lift(seq)
-        missing = self.holdings.take(seq)
+        missing = self.holdings.take(seq) if self.lift(seq) else None
         if missing is None:
             self._refused = (seq.id, self.holdings.changes)
             return False

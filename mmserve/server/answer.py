@@ -108,9 +108,13 @@ def input_details(usage: Usage) -> dict[str, int]:
 
 def cache_json(usage: Usage) -> dict[str, int | float | str]:
     """Extension `usage.cache`: images found and computed, text tokens found in the prefix cache,
-    the vision mode where it makes the answer approximate, and of a beam search, which part of its
-    beams' KV bytes what they share has saved."""
-    more = {"vision_mode": usage.vision_mode, "beam_kv_saved": usage.beam_kv_saved}
+    the vision mode where it makes the answer approximate, so the format of images' KV, and of a
+    beam search, which part of its beams' KV bytes what they share has saved."""
+    more = {
+        "vision_mode": usage.vision_mode,
+        "vision_kv_dtype": usage.vision_kv_dtype,
+        "beam_kv_saved": usage.beam_kv_saved,
+    }
     return {
         "vision_hits": usage.vision_hits,
         "vision_misses": usage.vision_misses,

@@ -61,6 +61,7 @@ async def _json(services: Services, turn: Turn, images: list[StoredImage]) -> di
             "hits": kv.hits,
             "pinned": image.digest in state.pinned,
             "forgotten": state.forgotten.get(image.digest),
+            **({"kv_dtype": kv.kv_format} if kv.kv_format else {}),
         }
         for image, kv in zip(images, held, strict=True)
     ]

@@ -116,6 +116,7 @@ def _owner_json(owner: Owner, session: str | None) -> dict[str, Any]:
             "readers": owner.references,
             "hits": owner.hits,
             "pinned": owner.pinned,
+            **({"kv_dtype": owner.kv_format} if owner.kv_format else {}),
         }
     return {
         "id": owner.number,

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seqs
 
 from mmserve.cache.layer_group import LayerGroup
+from mmserve.placed import PlacedImage
 from mmserve.scheduler.batch import Chunk, PageCopy
-from mmserve.sequence import PlacedImage, Sequence
+from mmserve.sequence import Sequence
 
 PAGE = 4
 

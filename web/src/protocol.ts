@@ -154,7 +154,7 @@ export interface HeldImage {
   file_id: string | null;
   sha256: string;
   tokens: number | null;
-  state: 'active' | 'host' | 'disk' | 'absent';
+  state: 'active' | 'host' | 'disk' | 'cold' | 'absent';
   bytes: number;
   hits: number;
   pinned: boolean;

@@ -37,6 +37,7 @@ export interface ImageOwner {
   readers: number;
   hits: number;
   pinned: boolean;
+  kv_dtype?: string; // it has been held in, since it was computed
 }
 
 export type Owner = PrefixOwner | RequestOwner | ImageOwner;
