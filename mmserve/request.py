@@ -224,9 +224,22 @@ class TokenEvent:
 
 
 @dataclass(frozen=True)
+class Tenant:
+    """For whom a request runs. Steps are shared between unlike `name`s, by `weight`; what is cached
+    is found, and speeds anybody up, under an equal `salt` only."""
+
+    name: str = ""
+    salt: bytes = b""
+    weight: float = 1.0
+
+
+EVERYBODY = Tenant()
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt and how to continue it. `prefill_only` computes KV and makes no token;
-    `durable`: its KV may outlive the process; `salt`: cached text is found by equal ones only."""
+    `durable`: its KV may outlive the process."""
 
     id: str
     segments: tuple[Segment, ...]
@@ -235,7 +248,7 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     streaming: Streaming | None = None  # None: it ends where the context does
     durable: bool = False
-    salt: bytes = b""
+    tenant: Tenant = EVERYBODY
 
     @property
     def images(self) -> list[ImageInput]:

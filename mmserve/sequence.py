@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 import sys
 from array import array
 from collections.abc import Hashable, Mapping
@@ -83,6 +84,7 @@ class Sequence:
         self.num_pending = 0  # tokens at the end of `token_ids` whose values are not known yet
         self.num_cached_tokens = 0  # text tokens found in the prefix cache at first admission
         self.missing_images: frozenset[bytes] = frozenset()  # keys not found then
+        self.seat = math.inf  # its number among those that were admitted
         self.images_ready = False  # all images' KV is written, and they are held
         self.num_dropped_tokens = self.num_dropped_images = 0
         self._num_said = 0  # output tokens before the last cut
@@ -107,7 +109,7 @@ class Sequence:
         """Lay the segments out; the digests of trailing images."""
         position = visual = hashed = 0
         salt = keys.of_prompt(segments) if self.whole_prompt else b""
-        salt += self.course.salt(0) + self.request.salt
+        salt += self.course.salt(0) + self.request.tenant.salt
         before = [salt] if salt else []
         context = hashlib.sha256(salt)
         for number, segment in enumerate(segments):

@@ -51,12 +51,16 @@ def fingerprint(*fields: tuple[str, bytes]) -> bytes:
     return state.digest()
 
 
-def digest(data: bytes, settings_id: bytes, decoding: bytes = DECODING) -> bytes:
+def digest(
+    data: bytes, settings_id: bytes, decoding: bytes = DECODING, *, salt: bytes = b""
+) -> bytes:
     """The identity of an image [32 bytes]: its encoded bytes, how they are decoded, and by whom.
 
-    `settings_id` stands for everything else the image's KV depends on or may be shared by: size,
-    weights, dtype, tenant salt. Build it with `fingerprint`.
+    `settings_id` stands for everything else that the image's KV depends on: size, weights, dtype.
+    Build it with `fingerprint`. `salt`: of those who share it; empty: everybody.
     """
+    if salt:
+        settings_id = fingerprint(("settings", settings_id), ("salt", salt))
     return fingerprint(("image", data), ("decoding", decoding), ("settings", settings_id))
 
 

@@ -43,12 +43,14 @@ from mmserve.model.loader import resolve_device
 from mmserve.model.weights import load, open_named
 from mmserve.prompt import Message, Prompt, present_images
 from mmserve.request import (
+    EVERYBODY,
     Constraint,
     FinishReason,
     ImageInput,
     Request,
     SamplingParams,
     Streaming,
+    Tenant,
     Timings,
     TokenEvent,
     Usage,
@@ -179,12 +181,13 @@ class AsyncEngine:
         continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         constraint: Constraint | None = None,
+        tenant: Tenant = EVERYBODY,
     ) -> Prompt:
         """Check and identify the images, decode unknown ones, render the conversation.
 
         `tools`: what the model is told of, as chat templates take it. `constraint`: what the
-        answer's parameters will hold; it is compiled here. Raises `RequestError`s, images' and the
-        constraint's with their `param`.
+        answer's parameters will hold; it is compiled here. `tenant`: whose the images are. Raises
+        `RequestError`s, images' and the constraint's with their `param`.
         """
         engine = self.engine
         parts = present_images(messages)
@@ -206,14 +209,9 @@ class AsyncEngine:
         if constraint is not None and not engine.grammars.knows(constraint):
             # Before any image is decoded, and not in the images' way.
             await loop.run_in_executor(self._compiler, engine.grammars.matcher, constraint)
+        prepare = partial(engine.pipeline.prepare, alone=len(parts) == 1, salt=tenant.salt)
         images: list[ImageInput] = await asyncio.gather(
-            *(
-                loop.run_in_executor(
-                    self._workers,
-                    partial(engine.pipeline.prepare, p.data, p.param, alone=len(parts) == 1),
-                )
-                for p in parts
-            )
+            *(loop.run_in_executor(self._workers, prepare, p.data, p.param) for p in parts)
         )
         return await loop.run_in_executor(
             self._workers,
@@ -222,10 +220,10 @@ class AsyncEngine:
             ),
         )
 
-    async def identify(self, data: bytes) -> ImageId:
-        """What an image file is called here."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, self.engine.pipeline.identify, data)
+    async def identify(self, data: bytes, tenant: Tenant = EVERYBODY) -> ImageId:
+        """What a tenant's image file is called here."""
+        loop, identify = asyncio.get_running_loop(), self.engine.pipeline.identify
+        return await loop.run_in_executor(self._workers, identify, data, tenant.salt)
 
     async def held_images(self, images: Sequence[ImageId]) -> list[HeldImage]:
         """Where each image's KV is, between two steps."""
@@ -267,10 +265,10 @@ class AsyncEngine:
         prefill_only: bool = False,
         streaming: Streaming | None = None,
         durable: bool = False,
-        salt: bytes = b"",
+        tenant: Tenant = EVERYBODY,
     ) -> Generation:
         """Queue a generation; `streaming`: how it goes on where it would outgrow the context or
-        its own window; `durable`: its KV may reach the disk; `salt`: see `Request`. Raises
+        its own window; `durable`: its KV may reach the disk. Raises
         ContextLengthExceededError, QueueFullError, EngineUnavailableError or, for parameters out of
         range, RequestError. A constraint that `prepare` has not seen is compiled here, while the
         event loop waits."""
@@ -285,7 +283,7 @@ class AsyncEngine:
                 f"{limits.max_num_seqs + limits.max_waiting}."
             )
         validate(params, engine.vocab_size)
-        how: dict[str, Any] = {"streaming": streaming, "durable": durable, "salt": salt}
+        how: dict[str, Any] = {"streaming": streaming, "durable": durable, "tenant": tenant}
         request = Request(request_id, prompt.segments, params, prefill_only, **how)
         engine.scheduler.check_admissible(request, prompt.num_text_tokens, prompt.num_image_tokens)
         assert request_id not in self._generations, "request ids are unique"

@@ -36,10 +36,13 @@ class Pipeline(Protocol):
 
     settings_id: bytes
 
-    def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> ImageInput:
-        """Thread-safe. `alone`: the only image of its prompt. Raises `RequestError`s."""
+    def prepare(
+        self, data: bytes, param: str | None = None, *, alone: bool = True, salt: bytes = b""
+    ) -> ImageInput:
+        """Thread-safe. `alone`: the only image of its prompt; `salt`: its tenant's. Raises
+        `RequestError`s."""
 
-    def identify(self, data: bytes) -> ImageId:
+    def identify(self, data: bytes, salt: bytes = b"") -> ImageId:
         """What a file is called, without looking at it. Thread-safe."""
 
     def pixels(self, image: ImageInput) -> Any:

@@ -211,9 +211,8 @@ class Drafting:
         course = self._courses.get(request.id)
         if course is None:
             images = tuple(dict.fromkeys(placed.image.whole.digest for placed in seq.images))
-            context = Context(
-                request.id, seq.token_ids, seq.num_prompt_tokens, images, request.salt
-            )
+            salt, tokens = request.tenant.salt, seq.token_ids
+            context = Context(request.id, tokens, seq.num_prompt_tokens, images, salt)
             course = self._courses[request.id] = _Course(context)
         return course
 

@@ -104,7 +104,9 @@ class ProcessorPipeline:
         self.is_resident = is_resident
         self.on_decode = on_decode
 
-    def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> HubImage:
+    def prepare(
+        self, data: bytes, param: str | None = None, *, alone: bool = True, salt: bytes = b""
+    ) -> HubImage:
         """Check and identify one image; decode and process it unless its KV and shape are known.
 
         `alone`: it is the only image of its prompt. Raises InvalidImageError,
@@ -114,7 +116,7 @@ class ProcessorPipeline:
             header = preprocess.check_header(data, self.limits)
             self._check_shape(header.width, header.height)
             alone = alone or not self.counts_company
-            digest = self._digest(data, alone)
+            digest = self._digest(data, alone, salt)
             facts, inputs = self._recall(digest), None
             if facts is None or not self.is_resident(digest):
                 facts, inputs = self._process(self._decode(data), alone)
@@ -140,10 +142,10 @@ class ProcessorPipeline:
             alone=alone if self.counts_company else None,
         )
 
-    def identify(self, data: bytes) -> ImageId:
+    def identify(self, data: bytes, salt: bytes = b"") -> ImageId:
         """What an image file is called, without looking at it."""
         company = (True, False) if self.counts_company else (True,)
-        digests = tuple(self._digest(data, alone) for alone in company)
+        digests = tuple(self._digest(data, alone, salt) for alone in company)
         facts = [known for known in map(self._recall, digests) if known is not None]
         return ImageId(digests, max((f.num_tokens for f in facts), default=None))
 
@@ -200,10 +202,10 @@ class ProcessorPipeline:
                 f"{width}x{height} pixels; the limit is {self.limits.max_pixels / 1e6:g}."
             )
 
-    def _digest(self, data: bytes, alone: bool) -> bytes:
+    def _digest(self, data: bytes, alone: bool, salt: bytes) -> bytes:
         company = b"" if alone else b"several"
         settings = preprocess.fingerprint(("settings", self.settings_id), ("company", company))
-        return preprocess.digest(data, settings, preprocess.FULL_DECODING)
+        return preprocess.digest(data, settings, preprocess.FULL_DECODING, salt=salt)
 
     def _decode(self, data: bytes) -> Image.Image:
         self.on_decode()
@@ -281,10 +283,12 @@ class NoImagePipeline:
 
     settings_id = b""
 
-    def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> HubImage:
+    def prepare(
+        self, data: bytes, param: str | None = None, *, alone: bool = True, salt: bytes = b""
+    ) -> HubImage:
         raise RequestError("this model takes no images", param=param)
 
-    def identify(self, data: bytes) -> ImageId:
+    def identify(self, data: bytes, salt: bytes = b"") -> ImageId:
         raise RequestError("this model takes no images")
 
     def pixels(self, image: ImageInput) -> Mapping[str, Any]:

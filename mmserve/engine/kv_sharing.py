@@ -18,7 +18,7 @@ from mmserve.errors import KVRefusedError
 from mmserve.kvfile.file import write_file
 from mmserve.kvfile.header import KVFileError, KVHeader
 from mmserve.prompt import Prompt
-from mmserve.request import SamplingParams, TextSegment
+from mmserve.request import SamplingParams, Tenant, TextSegment
 
 if TYPE_CHECKING:
     from mmserve.engine.async_engine import AsyncEngine
@@ -90,7 +90,8 @@ async def _next(
     """The best next token, and the log-probabilities of the best ones."""
     prompt = Prompt((TextSegment(tuple(tokens)),), len(tokens), 0)
     found: tuple[int, dict[int, float]] = (-1, {})
-    async for event in engine.submit(f"compare-{uuid4()}", prompt, ONE_TOKEN, salt=salt):
+    tenant = Tenant(salt=salt)
+    async for event in engine.submit(f"compare-{uuid4()}", prompt, ONE_TOKEN, tenant=tenant):
         for logprob in event.logprobs:
             found = logprob.token_id, {token: value for token, _, value in logprob.top}
     return found

@@ -41,7 +41,9 @@ class VisionPipeline:
         self.is_resident = is_resident
         self.on_decode = on_decode
 
-    def prepare(self, data: bytes, param: str | None = None, *, alone: bool = True) -> ImageInput:
+    def prepare(
+        self, data: bytes, param: str | None = None, *, alone: bool = True, salt: bytes = b""
+    ) -> ImageInput:
         """Check and identify one image; decode it unless its KV is known.
 
         `alone`: it is the only one of its prompt, which makes no difference here. Raises
@@ -49,16 +51,16 @@ class VisionPipeline:
         """
         try:
             preprocess.check_header(data, self.limits)
-            digest = preprocess.digest(data, self.settings_id)
+            digest = preprocess.digest(data, self.settings_id, salt=salt)
             pixels = None if self.is_resident(digest) else self._decode(data)
         except RequestError as error:
             error.param = param
             raise
         return ImageInput(digest, data, self.num_tokens, pixels)
 
-    def identify(self, data: bytes) -> ImageId:
+    def identify(self, data: bytes, salt: bytes = b"") -> ImageId:
         """What an image file is called, without looking at it."""
-        return ImageId((preprocess.digest(data, self.settings_id),), self.num_tokens)
+        return ImageId((preprocess.digest(data, self.settings_id, salt=salt),), self.num_tokens)
 
     def pixels(self, image: ImageInput) -> Tensor:
         """uint8 [1, 3, H, W]; decodes again if the KV was evicted after `prepare`."""

@@ -3,11 +3,15 @@
 Owns the waiting and running queues, admission, chunked prefill and preemption; who holds which
 pages meanwhile is kept in `Holdings`. Knows nothing of tensors, weights or sockets.
 
-Progress: both queues are kept in order of arrival (prefills without output count as latest of all)
-and only a later sequence is preempted for an earlier one, so the earliest always moves; a sequence
-takes all its images' pages in all groups or none, so two can never wait for each other; and
-`check_admissible` has proved that each fits alone. A prefill without output gets only what the real
-turns leave.
+Progress: both queues are kept in the order in which sequences were seated (`turns.rank`; prefills
+without output count as latest of all) and only a later one is preempted for an earlier one, so the
+earliest always moves; a sequence takes all its images' pages in all groups or none, so two can
+never wait for each other; and `check_admissible` has proved that each fits alone. A prefill without
+output gets only what the real turns leave.
+
+Who is seated, and whose prompt is computed, is fair between tenants (`Turns`). The earliest may
+have to wait for the turn of its tenant, which comes, since only who gets something falls behind. A
+tenant that has no seat takes another's latest, at most once a request, and never the earliest.
 
 A sequence may be scheduled while its last token is pending (`Sequence.append_pending`). It may also
 be preempted or finished then: its pages go to others at once, because whatever is launched later
@@ -32,17 +36,14 @@ from mmserve.cache.vision_index import VisionIndex
 from mmserve.config import SchedulerConfig
 from mmserve.placed import PlacedImage
 from mmserve.request import Request
-from mmserve.scheduler import admission
+from mmserve.scheduler import admission, placing
 from mmserve.scheduler.batch import Batch, Chunk, ContextImage, ImageJob, PageCopy
 from mmserve.scheduler.beams import Beams
 from mmserve.scheduler.counts import Counts
 from mmserve.scheduler.holdings import Holdings
+from mmserve.scheduler.turns import Turns, rank
 from mmserve.sequence import Sequence, SequenceStatus
 from mmserve.spec.draft import AnyDraft
-
-
-def _rank(seq: Sequence) -> tuple[bool, float]:
-    return seq.request.prefill_only, seq.request.arrival
 
 
 class Scheduler:
@@ -84,7 +85,7 @@ class Scheduler:
         self.text, self.vision = self.holdings.text, self.holdings.vision
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.beams = Beams(self.holdings, self.running)
+        self.beams, self.turns = Beams(self.holdings, self.running), Turns()
         self._counts = Counts()
         self._budget = 0  # tokens the step being scheduled may still take
         self._drafts: Mapping[str, AnyDraft] = {}  # of that step
@@ -112,7 +113,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue by rank: a prefill without output waits behind every real turn."""
         self.beams.add(seq)
-        insort(self.waiting, seq, key=_rank)
+        self.turns.enter(seq, (*self.waiting, *self.running))
+        insort(self.waiting, seq, key=rank)
 
     def cut(self, seq: Sequence) -> int:
         """Lay out what stays of a sequence that has outgrown its window; text tokens dropped.
@@ -128,7 +130,7 @@ class Scheduler:
         if runs and self.holdings.take(seq) is None:
             seq.status = SequenceStatus.PREEMPTED
             self.running.remove(seq)
-            insort(self.waiting, seq, key=_rank)
+            insort(self.waiting, seq, key=rank)
         return dropped
 
     def take_counts(self) -> Counts:
@@ -175,27 +177,50 @@ class Scheduler:
                 (decoding if single else prefilling).append(seq)
         # Decoding sequences come first, so that a long prefill cannot delay a token. What waits for
         # images does not, or later ones would take the turns at the tower from earlier ones.
-        for seq in decoding + prefilling:
+        for seq in decoding:
+            if seq.status is SequenceStatus.RUNNING:
+                self._add_chunk(batch, seq)
+        for seq in self.turns.fairly(prefilling):
+            self._admit_waiting(batch, prefill_only, ahead_of=seq)
             if seq.status is SequenceStatus.RUNNING:
                 self._add_chunk(batch, seq)
 
-    def _admit_waiting(self, batch: Batch, prefill_only: bool) -> None:
+    def _admit_waiting(
+        self, batch: Batch, prefill_only: bool, ahead_of: Sequence | None = None
+    ) -> None:
+        """`ahead_of`: only those of tenants that got less than its own."""
         while self.waiting and self._budget > 0:
-            seq = self.waiting[0]
+            seq = self.turns.first(self.waiting)
+            if ahead_of is not None and not self.turns.before(seq, ahead_of):
+                return
             if seq.request.prefill_only is not prefill_only or not self._seat(batch, seq):
                 return
             self.waiting.remove(seq)
             seq.status = SequenceStatus.RUNNING
-            insort(self.running, seq, key=_rank)
+            self.turns.seat(seq)
+            insort(self.running, seq, key=rank)
             self._add_chunk(batch, seq)
 
     def _seat(self, batch: Batch, seq: Sequence) -> bool:
         """Admit a sequence; a real turn may take the place of a prefill without output."""
-        while self.beams.seats(seq) > self.config.max_num_seqs or not self._admit(seq):
+        limit = self.config.max_num_seqs
+        while self.beams.seats(seq) > limit or not self._admit(seq):
             last = self.running[-1] if self.running else seq
             if seq.request.prefill_only or not last.request.prefill_only:
-                return False
+                return self.beams.seats(seq) > limit and self._take_over(batch, seq)
             self._preempt(batch, last)
+        return True
+
+    def _take_over(self, batch: Batch, seq: Sequence) -> bool:
+        """Seat a request of a tenant that has no seat, where nothing else is in its way."""
+        kept = self.beams.members(self.running[0])
+        other = self.turns.gives_way(seq, self.running, kept)
+        if other is None or seq.request.prefill_only or seq.status is not SequenceStatus.WAITING:
+            return False
+        seats = self.beams.seats(seq) - len(self.beams.members(other))
+        if seats > self.config.max_num_seqs or not self._admit(seq):
+            return False
+        self._preempt(batch, other)
         return True
 
     def _admit(self, seq: Sequence) -> bool:
@@ -211,6 +236,8 @@ class Scheduler:
         if seq.status is SequenceStatus.WAITING:
             seq.num_cached_tokens = seq.num_computed_tokens
             seq.missing_images = missing
+            alone = {p.key: p.image.num_tokens for p in seq.images if not p.in_context}
+            self.turns.spend(seq, sum(alone[key] for key in missing & alone.keys()))
             self._counts.prefix_queries += seq.num_tokens
             self._counts.prefix_hits += seq.num_cached_tokens
             self._counts.image_queries += len(seq.images_found)
@@ -225,14 +252,15 @@ class Scheduler:
         images: list[ContextImage] = []
         lacking = self._lacking(seq)
         if self.whole_prompts and start < seq.num_prompt_tokens:
-            end, images = self._whole_prompt(batch, seq, lacking)
+            end, images = placing.whole_prompt(self.holdings, batch, seq, lacking, self._budget)
         else:
             end = min(len(seq.token_ids), start + self._budget)
             if end - start > self.holdings.sure_step:
                 end = start + self.holdings.longest_step(start, end - start)
             if lacking:
                 lacking = self._encode(batch, seq, lacking)
-                end, images = self._in_context(batch, seq, lacking, end)
+                books = self.holdings, batch
+                end, images = placing.in_context(*books, seq, lacking, end, self._budget)
         copies = None
         if end > start or images:
             copies = self._ensure_pages(batch, seq, end)
@@ -272,44 +300,6 @@ class Scheduler:
                 scheduled.add(placed.key)
         return left
 
-    def _in_context(
-        self, batch: Batch, seq: Sequence, lacking: list[PlacedImage], end: int
-    ) -> tuple[int, list[ContextImage]]:
-        """The images to compute, with the text between them; where this step's text ends, `end` at
-        most: before an image that is still to be encoded, or that another sequence computes."""
-        at, room = seq.num_computed_tokens, self._budget
-        images: list[ContextImage] = []
-        computed = batch.computed
-        for placed in lacking:
-            # One behind all text is computed with the token that is the first to look at it; by a
-            # prefill, which has none, at once.
-            if placed.text_index == seq.num_tokens and not seq.request.prefill_only:
-                break
-            gap = max(placed.text_index - at, 0)
-            if at + gap > end or gap > room:
-                break
-            at, room = at + gap, room - gap
-            waits = not placed.in_context or placed.key in computed
-            if waits or any(other.skip and other.start == placed.end for other in lacking):
-                return at, images  # a head that sees its whole image waits for the tail, too
-            first = at == seq.num_computed_tokens and not images and batch.only_decodes
-            if placed.image.num_tokens > room and not first:
-                return at, images
-            images.append(ContextImage(placed, self.holdings.writes(placed)))
-            room -= placed.image.num_tokens
-        return max(min(end, at + room), at), images
-
-    def _whole_prompt(
-        self, batch: Batch, seq: Sequence, lacking: list[PlacedImage]
-    ) -> tuple[int, list[ContextImage]]:
-        """All that is missing of a prompt, or nothing yet."""
-        start, end = seq.num_computed_tokens, seq.num_prompt_tokens
-        rows = end - start + sum(placed.image.num_tokens for placed in lacking)
-        fits = rows <= self._budget or batch.only_decodes
-        if not fits or not batch.computed.isdisjoint(placed.key for placed in lacking):
-            return start, []
-        return end, [ContextImage(placed, self.holdings.writes(placed)) for placed in lacking]
-
     # -- pages ----------------------------------------------------------------------------------
 
     def _ensure_pages(
@@ -338,7 +328,7 @@ class Scheduler:
             self.running.remove(member)
         seq = self.beams.gather(seq)
         seq.status = SequenceStatus.PREEMPTED
-        insort(self.waiting, seq, key=_rank)
+        insort(self.waiting, seq, key=rank)
         self._budget += sum(c.num_rows for c in batch.chunks if c.seq in members)
         batch.chunks = [c for c in batch.chunks if c.seq not in members]
         # An image that only this sequence held has lost its pages with the last reference.
@@ -359,6 +349,7 @@ class Scheduler:
         """Record that a chunk's KV is in the pools, for all that is launched later."""
         seq = chunk.seq
         seq.num_computed_tokens = chunk.start + chunk.count
+        self.turns.spend(seq, chunk.num_rows)
         for context in chunk.images:
             self.holdings.settle(context.placed.key, written=True)
         has_windows = self.holdings.has_windows

@@ -19,7 +19,7 @@ from mmserve.errors import KVRefusedError
 from mmserve.kvfile.file import read_file
 from mmserve.kvfile.header import KVHeader, TextRun
 from mmserve.prompt import Prompt
-from mmserve.request import TextSegment
+from mmserve.request import Tenant, TextSegment
 from tests.engine.driver import picture
 from tests.engine.test_async_engine import GREEDY, ask, collect, run, tokens
 from tests.engine.tiny import build_tiny, tiny_config
@@ -56,7 +56,8 @@ async def running(build: Any = build_tiny, *compatible: str) -> AsyncIterator[As
 async def say(engine: AsyncEngine, name: str, salt: bytes = b"") -> tuple[list[int], int]:
     """The answer's tokens, and how many of the prompt's were cached."""
     prompt = Prompt((TextSegment(TEXT),), len(TEXT), 0)
-    events = await collect(engine.submit(name, prompt, GREEDY, salt=salt))
+    tenant = Tenant(salt=salt)
+    events = await collect(engine.submit(name, prompt, GREEDY, tenant=tenant))
     assert events[-1].usage is not None
     return tokens(events), events[-1].usage.cached_tokens
 

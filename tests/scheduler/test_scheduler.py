@@ -9,7 +9,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from mmserve.config import SchedulerConfig
 from mmserve.errors import ContextLengthExceededError
-from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
+from mmserve.request import (
+    EVERYBODY,
+    ImageInput,
+    ImageSegment,
+    Segment,
+    Tenant,
+    TextSegment,
+)
 from mmserve.sequence import Sequence, SequenceStatus
 from tests.scheduler.memory import PAGE
 from tests.scheduler.world import World, image, prompt
@@ -49,12 +56,20 @@ class Traffic(RuleBasedStateMachine):
     def begin(self, world: World) -> None:
         self.world = world
 
-    @rule(segments=prompts(), max_tokens=st.integers(1, 9), prefill_only=st.booleans())
-    def submit(self, segments: tuple[Segment, ...], max_tokens: int, prefill_only: bool) -> None:
+    @rule(
+        segments=prompts(),
+        max_tokens=st.integers(1, 9),
+        prefill_only=st.booleans(),
+        tenant=st.sampled_from([EVERYBODY, Tenant("a"), Tenant("b", weight=3.0)]),
+    )
+    def submit(
+        self, segments: tuple[Segment, ...], max_tokens: int, prefill_only: bool, tenant: Tenant
+    ) -> None:
         text = sum(len(getattr(s, "token_ids", ())) for s in segments)
         room = self.world.scheduler.text_capacity - text
         try:
-            self.world.submit(segments, max(min(max_tokens, room), 1), prefill_only=prefill_only)
+            count = max(min(max_tokens, room), 1)
+            self.world.submit(segments, count, prefill_only=prefill_only, tenant=tenant)
         except ContextLengthExceededError:
             digests = {s.image.digest: s.image for s in segments if isinstance(s, ImageSegment)}
             pages = sum(self.world.vision[0].pages_for(i.num_tokens) for i in digests.values())

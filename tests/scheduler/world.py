@@ -15,15 +15,18 @@ from mmserve.cache.radix_cache import RadixCache
 from mmserve.cache.vision_index import VisionEntry, VisionIndex
 from mmserve.config import SchedulerConfig
 from mmserve.request import (
+    EVERYBODY,
     ImageInput,
     ImageSegment,
     Request,
     SamplingParams,
     Segment,
+    Tenant,
     TextSegment,
 )
 from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.scheduler import Scheduler
+from mmserve.scheduler.turns import rank
 from mmserve.sequence import Sequence, SequenceStatus
 from tests.scheduler.memory import PAGE, Memory, history, layout
 
@@ -111,7 +114,12 @@ class World:
         )
 
     def submit(
-        self, segments: tuple[Segment, ...], max_tokens: int = 3, *, prefill_only: bool = False
+        self,
+        segments: tuple[Segment, ...],
+        max_tokens: int = 3,
+        *,
+        prefill_only: bool = False,
+        tenant: Tenant = EVERYBODY,
     ) -> Sequence:
         """Raises what admission raises."""
         self._arrival += 1
@@ -121,6 +129,7 @@ class World:
             SamplingParams(max_tokens=max_tokens),
             prefill_only,
             arrival=self._arrival,
+            tenant=tenant,
         )
         seq = self.sequence(request)
         self.scheduler.check_admissible(request, seq.num_prompt_tokens, seq.num_image_tokens)
@@ -216,7 +225,7 @@ class World:
         for index, counts in zip(self.vision, held, strict=True):
             references = {key: e.references for key, e in index._entries.items() if e.references}
             assert references == counts, "an image is held by nobody that runs"
-        ranks = [(s.request.prefill_only, s.request.arrival) for s in self.scheduler.waiting]
+        ranks = [rank(seq) for seq in self.scheduler.waiting]
         assert ranks == sorted(ranks), "the queue is out of order"
 
     def assert_idle(self) -> None:
