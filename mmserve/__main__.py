@@ -177,11 +177,12 @@ def _bench(args: argparse.Namespace) -> None:
 
 def _quality(args: argparse.Namespace) -> None:
     from mmserve.bench.dims import DEFAULT, SHAPES
-    from mmserve.bench.quality import PAIRS, Options, quality
+    from mmserve.bench.quality import PAIRS, SHAPE_PAIRS, Options, quality
 
+    shape = None if args.shape == DEFAULT else SHAPES[args.shape]
     options = Options(
-        pairs=tuple(args.formats or PAIRS),
-        shape=None if args.shape == DEFAULT else SHAPES[args.shape],
+        pairs=tuple(args.formats or (PAIRS if shape is None else SHAPE_PAIRS)),
+        shape=shape,
         tokens=args.output_tokens,
         questions=args.questions,
         json=args.json,

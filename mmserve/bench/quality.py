@@ -31,14 +31,16 @@ from mmserve.bench.quality_session import (
     Said,
     Segments,
     Session,
+    Steps,
     divergence,
     likelihood,
 )
 from mmserve.bench.report import table
 from mmserve.bench.shapes import load_shape
+from mmserve.bench.sizes import kv_bytes_per_token
 from mmserve.config import CacheConfig, EngineConfig, SpecConfig
 from mmserve.engine.engine import Engine
-from mmserve.model.loader import resolve_device
+from mmserve.model.loader import LoadedModel, resolve_device
 from mmserve.model.weights import load
 
 Pair = tuple[str, str]  # of text, of images
@@ -51,15 +53,24 @@ PAIRS: tuple[Pair, ...] = (
     ("int8", "int2_outliers"),
     ("int8", "int2"),
 )
+# Where weights are random little is seen of what is lost, and each pair takes its time to build.
+SHAPE_PAIRS: tuple[Pair, ...] = (
+    ("auto", "auto"),
+    ("int8", "int8"),
+    ("int8", "int4"),
+    ("int8", "int2"),
+)
 
 
 @dataclass(frozen=True)
 class Options:
     """`shape` None: the configured model with its weights; else random ones, which answer nothing
-    that could be right. `questions` of easy-VQA's test: 0 for none, None for all."""
+    that could be right. `questions` of easy-VQA's test: 0 for none, None for all. `steps` are timed
+    of a shape, and on a GPU."""
 
     pairs: tuple[Pair, ...] = PAIRS
     shape: ModelShape | None = None
+    steps: Steps = Steps()
     tokens: int = 48  # of an answer
     questions: int | None = 1000
     json: Path | None = None
@@ -81,6 +92,7 @@ class Row:
     text_tokens_per_gib: float
     images_per_gib: float
     tokens_per_s: float
+    step_ms: float | None
 
     @property
     def name(self) -> str:
@@ -92,6 +104,7 @@ class QualityReport:
     command: str
     model: str
     facts: Facts
+    steps: Steps
     rows: tuple[Row, ...]
 
     def write(self, path: Path) -> None:
@@ -109,7 +122,9 @@ def quality(options: Options, config: EngineConfig) -> QualityReport:
         engine = _build(pair, options, config)
         try:
             session, name = Session(engine, options.tokens), engine.name
-            rows.append(_row(pair, session, questions, reference))
+            timed = options.shape is not None or engine.runner.device.type != "cpu"
+            steps = options.steps if timed else None
+            rows.append(_row(pair, session, questions, reference, steps))
         finally:
             engine.close()
         del engine, session
@@ -118,12 +133,16 @@ def quality(options: Options, config: EngineConfig) -> QualityReport:
             torch.cuda.empty_cache()
         print(f"{rows[-1].name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
         if options.json:
-            QualityReport(options.command, name, found, tuple(rows)).write(options.json)
-    report = QualityReport(options.command, name, found, tuple(rows))
+            _report(options, name, found, rows).write(options.json)
+    report = _report(options, name, found, rows)
     print(render(report))
     if options.plot:
         plot(report, options.plot)
     return report
+
+
+def _report(options: Options, name: str, found: Facts, rows: list[Row]) -> QualityReport:
+    return QualityReport(options.command, name, found, options.steps, tuple(rows))
 
 
 def _build(pair: Pair, options: Options, config: EngineConfig) -> Engine:
@@ -139,8 +158,27 @@ def _build(pair: Pair, options: Options, config: EngineConfig) -> Engine:
         made = load(config.model)
     else:
         made = load_shape(options.shape, config.model, resolve_device(config.model.device), seed=0)
+        cache = _with_room(cache, options.steps, made)
+    seqs = max(config.scheduler.max_num_seqs, options.steps.batch)
     return Engine(
-        dataclasses.replace(config, cache=cache, speculative=SpecConfig(method=None)), made
+        dataclasses.replace(
+            config,
+            cache=cache,
+            scheduler=dataclasses.replace(config.scheduler, max_num_seqs=seqs),
+            speculative=SpecConfig(method=None),
+        ),
+        made,
+    )
+
+
+def _with_room(cache: CacheConfig, steps: Steps, made: LoadedModel) -> CacheConfig:
+    """Pools that hold these steps in any format."""
+    token, page = kv_bytes_per_token(made.lm), cache.page_size
+    image = -(-made.spec.num_image_tokens // page) * page
+    return dataclasses.replace(
+        cache,
+        text_bytes=max(cache.text_bytes, steps.text_tokens(page) * token),
+        vision_bytes=max(cache.vision_bytes, steps.batch * steps.images * image * token),
     )
 
 
@@ -163,7 +201,11 @@ def _questions(count: int | None) -> list[Question]:
 
 
 def _row(
-    pair: Pair, session: Session, questions: Sequence[Question], reference: dict[str, list[Said]]
+    pair: Pair,
+    session: Session,
+    questions: Sequence[Question],
+    reference: dict[str, list[Said]],
+    steps: Steps | None,
 ) -> Row:
     """`reference`: filled by the first pair."""
     prompts = session.prompts()
@@ -188,6 +230,7 @@ def _row(
         text_tokens_per_gib=session.text_tokens_per_gib(),
         images_per_gib=GIB / image_bytes if image_bytes else 0.0,
         tokens_per_s=session.tokens_per_s([p for asked in prompts.values() for p in asked]),
+        step_ms=None if steps is None else session.step_ms(steps),
     )
 
 
@@ -202,12 +245,12 @@ def _places(
 
 HEAD = (
     "text / images", "nats a token", "log-likelihood", "same best", "easy-VQA",
-    "text tokens/GiB", "images/GiB", "tokens/s",
+    "text tokens/GiB", "images/GiB", "tokens/s", "ms a step",
 )  # fmt: skip
 
 
 def render(report: QualityReport) -> str:
-    f, cells = report.facts, []
+    f, steps, cells = report.facts, report.steps, []
     for row in report.rows:
         kinds = " ".join(f"{kind} {value:.4f}" for kind, value in row.nats.items())
         less = " ".join(f"{value:+.4f}" for value in row.loglik.values())
@@ -215,13 +258,16 @@ def render(report: QualityReport) -> str:
         cells.append(
             [row.name, kinds, less, f"{100 * row.same:.1f} %", right,
              f"{row.text_tokens_per_gib:,.0f}", f"{row.images_per_gib:,.0f}",
-             f"{row.tokens_per_s:,.0f}"]
+             f"{row.tokens_per_s:,.0f}",
+             "" if row.step_ms is None else f"{row.step_ms:.2f}"]
         )  # fmt: skip
     head = [
         f"command    {report.command}",
         f"model      {report.model}",
         f"commit     {f.commit}",
         f"device     {f.device}; Python {f.python}, torch {f.torch}, transformers {f.transformers}",
+        f"a step     {steps.batch} sequences, {steps.context} text tokens behind "
+        f"{steps.images} images",
     ]
     return "\n".join([*head, "", *table(HEAD, cells, left=(0, 1, 2))])
 

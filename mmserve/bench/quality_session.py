@@ -8,20 +8,22 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from mmserve.bench.ceilings import synchronize
 from mmserve.bench.chat import asked, chat
 from mmserve.bench.drafts import LOOKS, QUESTIONS
+from mmserve.bench.load import Load, Window
 from mmserve.bench.pictures import draw
 from mmserve.engine.engine import Engine
 from mmserve.prompt import Message, TextPart
 from mmserve.request import Request, SamplingParams, Segment, TextSegment
 
 BEST = 20  # tokens of a place whose log-probabilities are compared
-AT_ONCE = 64  # requests
+AT_ONCE = 64  # requests; as one ends, the next one begins
 PICTURES = 4
 GIB = 1024**3
 
@@ -39,6 +41,26 @@ class Question(NamedTuple):
     image: Path
     text: str
     answer: str
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Whole decode steps to be timed: `batch` sequences of `context` random text tokens, each
+    behind as many `images` of its own."""
+
+    batch: int = 32
+    context: int = 2048
+    images: int = 1
+    window: Window = field(default_factory=lambda: Window(max_steps=100))
+
+    @property
+    def grown(self) -> int:
+        """Tokens a sequence grows by meanwhile."""
+        return self.window.warm_up + self.window.max_steps + 2
+
+    def text_tokens(self, page_size: int) -> int:
+        """As the pool must hold them."""
+        return self.batch * (self.context + self.grown + page_size)
 
 
 class Session:
@@ -85,15 +107,12 @@ class Session:
     def share_right(self, questions: Sequence[Question]) -> float:
         """Of easy-VQA's questions: exact answers, case and a final full stop ignored."""
         params = SamplingParams(max_tokens=8, temperature=0.0)
-        right = 0
-        for first in range(0, len(questions), AT_ONCE):
-            some = questions[first : first + AT_ONCE]
-            looks = [[asked(q.text, q.image.read_bytes())] for q in some]
-            said = self._run([self._chat(look) for look in looks], params)
-            for question, answer in zip(some, said, strict=True):
-                words = self.engine.tokenizer.decode(list(answer.tokens))
-                right += words.strip().lower().rstrip(".") == question.answer
-        return right / len(questions)
+        looks = ([asked(q.text, q.image.read_bytes())] for q in questions)
+        said = self._run(map(self._chat, looks), params)
+        words = (self.engine.tokenizer.decode(list(answer.tokens)) for answer in said)
+        found = (text.strip().lower().rstrip(".") for text in words)
+        answers = (question.answer for question in questions)
+        return sum(a == b for a, b in zip(found, answers, strict=True)) / len(questions)
 
     def text_tokens_per_gib(self) -> float:
         shapes = [pool.shape for pool in self.engine.runner.text]
@@ -112,6 +131,17 @@ class Session:
             begun, made, ended = self._timed(prompts, params)
         return made / (ended - begun)
 
+    def step_ms(self, steps: Steps) -> float:
+        """Of one decode step as a whole. Raises ValueError where they do not fit together."""
+        load = Load(self.engine)
+        images = steps.images if self.engine.least_image_tokens else 0
+        prompts = [[*load.images(images), load.text(steps.context)] for _ in range(steps.batch)]
+        load.clear()
+        load.start_decoding(prompts, steps.grown)
+        seconds, count, _ = load.time_steps(steps.window)
+        load.clear()
+        return 1e3 * seconds / count
+
     def _timed(
         self, prompts: Sequence[Segments], params: SamplingParams
     ) -> tuple[float, int, float]:
@@ -128,20 +158,23 @@ class Session:
         synchronize(self.engine.runner.device)
         return begun, made, time.perf_counter()
 
-    def _run(self, prompts: Sequence[Segments], params: SamplingParams) -> list[Said]:
-        found: list[Said] = []
-        for first in range(0, len(prompts), AT_ONCE):
-            names = [self._add(prompt, params) for prompt in prompts[first : first + AT_ONCE]]
-            tokens: dict[str, list[int]] = {name: [] for name in names}
-            best: dict[str, list[dict[int, float]]] = {name: [] for name in names}
-            while self.engine.has_work:
-                for name, event in self.engine.step():
-                    tokens[name] += event.token_ids
-                    best[name] += [
-                        {token: value for token, _, value in one.top} for one in event.logprobs
-                    ]
-            found += [Said(tuple(tokens[name]), tuple(best[name])) for name in names]
-        return found
+    def _run(self, prompts: Iterable[Segments], params: SamplingParams) -> list[Said]:
+        """Their answers, in their order. A prompt is made when there is a place for it."""
+        waiting, running = iter(prompts), 0
+        tokens: dict[str, list[int]] = {}
+        best: dict[str, list[dict[int, float]]] = {}
+        while True:
+            for prompt in itertools.islice(waiting, AT_ONCE - running):
+                name = self._add(prompt, params)
+                tokens[name], best[name], running = [], [], running + 1
+            if not running:
+                return [Said(tuple(tokens[name]), tuple(best[name])) for name in tokens]
+            for name, event in self.engine.step():
+                tokens[name] += event.token_ids
+                best[name] += [
+                    {token: value for token, _, value in one.top} for one in event.logprobs
+                ]
+                running -= event.finish_reason is not None
 
     def _add(self, prompt: Segments, params: SamplingParams) -> str:
         request = Request(f"quality-{next(self._count)}", prompt, params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmserve import flags
-from mmserve.bench import quality
-from mmserve.bench.quality import Options, QualityReport
-from mmserve.bench.quality_session import Session, divergence, likelihood
+from mmserve.bench import quality, quality_session
+from mmserve.bench.load import Window
+from mmserve.bench.quality import SHAPE_PAIRS, Options, QualityReport
+from mmserve.bench.quality_session import Session, Steps, divergence, likelihood
 from mmserve.config import EngineConfig
+from tests.bench.tiny import SHAPE
 from tests.engine.tiny import build_tiny, tiny_config, tiny_model
 
 
@@ -71,6 +74,36 @@ def test_pairs_are_compared_with_the_first_and_written(
     with Image.open(tmp_path / "q.png") as drawn:
         assert drawn.format == "PNG"
     assert "int8 / int2" in capsys.readouterr().out
+
+
+def test_a_shape_shows_capacity_divergence_and_whole_steps_without_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = Steps(batch=3, context=40, images=2, window=Window(0.05, 4, 2, 1))
+    options = Options(
+        SHAPE_PAIRS,
+        shape=dataclasses.replace(SHAPE, max_model_len=2048),
+        steps=steps,
+        tokens=2,
+        json=tmp_path / "q.json",
+    )
+    report = quality.quality(options, EngineConfig())
+    assert [(row.text, row.vision) for row in report.rows] == list(SHAPE_PAIRS)
+    assert all(row.step_ms is not None and row.step_ms > 0 for row in report.rows)
+    assert all(row.right is None for row in report.rows)
+    assert report.rows[-1].images_per_gib > report.rows[0].images_per_gib
+    assert json.loads((tmp_path / "q.json").read_text())["steps"]["batch"] == 3
+    assert "3 sequences, 40 text tokens behind 2 images" in capsys.readouterr().out
+
+
+def test_answers_come_in_the_order_of_their_questions_and_are_those_of_each_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quality_session, "AT_ONCE", 3)
+    session = Session(build_tiny(tiny_config(dtype="int8")), tokens=4)
+    prompts = session.prompts()["text"]
+    alone = [session.answers([prompt])[0] for prompt in prompts]
+    assert [said.tokens for said in session.answers(prompts)] == [said.tokens for said in alone]
 
 
 def test_an_answer_that_another_one_gave_is_read_place_by_place() -> None:
