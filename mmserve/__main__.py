@@ -17,8 +17,14 @@ from pathlib import Path
 import platformdirs
 
 from mmserve import __version__, flags
-from mmserve.config import Config, ServerConfig
-from mmserve.engine_flags import add_engine_flags, add_tier_flags, engine_config, tier_config
+from mmserve.config import Config, DecodingConfig, ServerConfig
+from mmserve.engine_flags import (
+    add_engine_flags,
+    add_image_flags,
+    add_tier_flags,
+    engine_config,
+    tier_config,
+)
 from mmserve.kv_command import add_kv_commands
 from mmserve.train_command import add_train_command
 
@@ -51,6 +57,7 @@ def _serve(args: argparse.Namespace) -> None:
         api_keys=_api_keys(args),
         admin_keys=(*(args.admin_key or ()), *os.environ.get("MMSERVE_ADMIN_KEY", "").split()),
         allow_origins=tuple(args.allow_origin or ()),
+        allow_image_hosts=tuple(args.allow_image_host or ()),
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
         data_dir=data_dir(args),
@@ -61,7 +68,9 @@ def _serve(args: argparse.Namespace) -> None:
         tiers = tier_config(args, server.data_dir)
         engine = engine_config(args)
         cache = dataclasses.replace(engine.cache, kv_compatible_with=tuple(args.kv_compatible_with))
-        config = Config(dataclasses.replace(engine, cache=cache, tiers=tiers), server)
+        decoding = DecodingConfig(args.image_decode_processes)
+        engine = dataclasses.replace(engine, cache=cache, tiers=tiers, decoding=decoding)
+        config = Config(engine, server)
         serve(config.server, AsyncEngine(config.engine))
 
     try:
@@ -227,6 +236,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="SQLAlchemy's (default: $MMSERVE_DATABASE_URL, or SQLite in the data folder)",
     )
     add_engine_flags(serve)
+    add_image_flags(serve)
     add_tier_flags(serve)
     serve.set_defaults(run=_serve)
 

@@ -23,7 +23,18 @@ class ImageLimits:
     max_pixels: int = 40_000_000
     max_side: int = 16_384
     max_images: int = 32  # a request
+    max_frames: int = 10_000  # of an animation, of which the first is shown
     formats: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """Where images are decoded."""
+
+    # Beside the caller's, for images of strangers: what a codec does wrong is then its process's
+    # end and no more. 0: in the caller's.
+    processes: int = 0
+    max_seconds: float = 10.0  # an image in such a process
 
 
 @dataclass(frozen=True)
@@ -193,6 +204,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     images: ImageLimits = field(default_factory=ImageLimits)
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
     tiers: TierConfig = field(default_factory=TierConfig)
     speculative: SpecConfig = field(default_factory=SpecConfig)
 
@@ -206,6 +218,8 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()  # for what reads or plants everybody's; empty: nobody may
     allow_origins: tuple[str, ...] = ()
+    # Whom images are fetched from by URL, each with a scheme and port; empty: nobody.
+    allow_image_hosts: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     data_dir: Path | None = None  # for what must outlive the process; None: nothing does

@@ -167,6 +167,32 @@ def tier_config(args: argparse.Namespace, folder: Path | None) -> TierConfig:
     )
 
 
+def _decode_processes() -> int:
+    """For strangers' images: as many as keep a GPU busy, or leave a small machine its cores."""
+    if os.name != "posix":
+        return 0
+    return min(max(2, (os.cpu_count() or 1) // 4), 8)
+
+
+def add_image_flags(parser: argparse.ArgumentParser) -> None:
+    images = parser.add_argument_group("images of strangers (docs/images.md)")
+    images.add_argument(
+        "--allow-image-host",
+        action="append",
+        metavar="HOST",
+        help="images may be fetched from there by URL: example.org, *.example.org, "
+        "http://example.org:8080 or * for any public host; several times",
+    )
+    images.add_argument(
+        "--image-decode-processes",
+        type=flags.number,
+        default=_decode_processes(),
+        metavar="N",
+        help="beside the server's, with bounded memory and time, so that a fault in a codec costs "
+        "one image; 0: none (default: a quarter of the cores, from 2 to 8)",
+    )
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's part of the configuration from parsed flags."""
     base = os.environ.get("XDG_CACHE_HOME")

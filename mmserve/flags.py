@@ -37,6 +37,10 @@ def count(text: str) -> int:
     return int(text)
 
 
+def number(text: str) -> int:
+    return 0 if text == "0" else count(text)
+
+
 def layers(text: str) -> tuple[int, ...]:
     """`0,1,29`."""
     parts = [part.strip() for part in text.split(",")]
@@ -62,7 +66,7 @@ def questions(text: str) -> int | None:
     """How many; None for all."""
     if text == "all":
         return None
-    return 0 if text == "0" else count(text)
+    return number(text)
 
 
 def port(text: str) -> int:

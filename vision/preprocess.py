@@ -18,7 +18,7 @@ from PIL import Image
 
 from mmserve.config import ImageLimits
 from mmserve.errors import ImageTooLargeError, InvalidImageError, UnsupportedImageTypeError
-from mmserve.vision.container import Header, check_whole, read_header, sniff
+from mmserve.vision.container import Header, check_whole, count_frames, read_header, sniff
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -114,6 +114,7 @@ def _decoding(data: bytes, limits: ImageLimits, draft: int | None = None) -> Ite
     """The decoded image while the file is open; every fault of it as a named `RequestError`."""
     header = check_header(data, limits)
     check_whole(data, header.format)
+    _check_frames(data, header.format, limits)
     try:
         with Image.open(io.BytesIO(data), formats=[header.format]) as image:
             _check_size(image.width, image.height, limits)
@@ -143,6 +144,14 @@ def _check_size(width: int, height: int, limits: ImageLimits) -> None:
         )
 
 
+def _check_frames(data: bytes, kind: str, limits: ImageLimits) -> None:
+    frames = count_frames(data, kind)
+    if frames > limits.max_frames:
+        raise ImageTooLargeError(
+            f"The animation has {frames} frames; the limit is {limits.max_frames}."
+        )
+
+
 def _upright(image: Image.Image) -> Image.Image:
     """The image as a viewer shows it; an orientation that cannot be read or is not 1..8 is none."""
     exif = Image.Exif()
@@ -157,7 +166,7 @@ def _upright(image: Image.Image) -> Image.Image:
 def _to_rgb(image: Image.Image) -> Image.Image:
     """Any mode Pillow's four decoders give, as RGB; what is transparent shows white."""
     if image.mode.startswith("I"):  # 16-bit grey; Pillow's own conversion would clip, not scale
-        grey = np.asarray(image).astype(np.int64).clip(0, 65535) >> 8
+        grey = np.asarray(image).clip(0, 65535) >> 8
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         rgba = image.convert("RGBA")

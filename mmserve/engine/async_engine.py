@@ -102,7 +102,7 @@ def build_engine(config: EngineConfig) -> Engine:
         return Engine(config, load(model))
     checkpoint = open_named(model)
     held = dtype + config.cache.formats
-    border = build_border(checkpoint, config.images, dtype=held)
+    border = build_border(checkpoint, config, dtype=held)
     return Engine(config, load(model, pools, checkpoint), border)
 
 
@@ -120,7 +120,8 @@ class AsyncEngine:
         self._generations: dict[str, Generation] = {}
         self._thread: threading.Thread | None = None
         # Decoding images is most of preparation; two at a time leave the step loop its cores.
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="prepare")
+        threads = max(2, config.decoding.processes)
+        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="prepare")
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
 
     async def start(self) -> None:

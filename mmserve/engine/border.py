@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from mmserve.config import ImageLimits
+from mmserve.config import EngineConfig
 from mmserve.engine.hub_images import NoImagePipeline, ProcessorPipeline
 from mmserve.engine.sampling_limits import validate
 from mmserve.engine.vision_pipeline import VisionPipeline
@@ -25,6 +25,7 @@ from mmserve.prompt import ChatTemplate, Message, Prompt
 from mmserve.request import ImageInput, SamplingParams
 from mmserve.tokenizer import Tokenizer
 from mmserve.tools import ToolFormat
+from mmserve.vision.decoder import build_decoder
 from mmserve.vision.preprocess import fingerprint
 
 GREEDY = SamplingParams(temperature=0.0)  # a small model babbles when it is sampled at 1
@@ -51,6 +52,9 @@ class Pipeline(Protocol):
     def connect(self, is_resident: Callable[[bytes], bool], on_decode: Callable[[], None]) -> None:
         """To an engine: `is_resident(digest)` says that an image's pixels will not be needed,
         `on_decode` counts decodings. Before that nothing is resident."""
+
+    def close(self) -> None:
+        """Nothing is decoded any more."""
 
 
 class Template(Protocol):
@@ -80,14 +84,14 @@ class Border(NamedTuple):
     sampling: SamplingParams
 
 
-def build_border(model: Loaded | Checkpoint, limits: ImageLimits, *, dtype: str) -> Border:
+def build_border(model: Loaded | Checkpoint, config: EngineConfig, *, dtype: str) -> Border:
     """`dtype`: how weights are held, which KV depends on. A checkpoint's needs no weights, and is
     the same loaded or not. Raises ValueError or `ModelUnavailableError` for a model that cannot be
     spoken to."""
     if isinstance(model, LoadedModel):
-        return _native(model, limits, dtype)
+        return _native(model, config, dtype)
     checkpoint = model.checkpoint if isinstance(model, LoadedCheckpoint) else model
-    return _of_checkpoint(checkpoint, limits, dtype)
+    return _of_checkpoint(checkpoint, config, dtype)
 
 
 def _tokenizer(backend: Any, eos_token_ids: Iterable[int]) -> Tokenizer:
@@ -95,7 +99,7 @@ def _tokenizer(backend: Any, eos_token_ids: Iterable[int]) -> Tokenizer:
     return Tokenizer(backend, [name for name in names if name])
 
 
-def _native(loaded: LoadedModel, limits: ImageLimits, dtype: str) -> Border:
+def _native(loaded: LoadedModel, config: EngineConfig, dtype: str) -> Border:
     spec = loaded.spec
     tokenizer = _tokenizer(loaded.tokenizer, loaded.eos_token_ids)
     template = ChatTemplate(
@@ -105,7 +109,7 @@ def _native(loaded: LoadedModel, limits: ImageLimits, dtype: str) -> Border:
         image_suffix=spec.image_suffix,
     )
     pipeline = VisionPipeline(
-        limits,
+        build_decoder(config.images, config.decoding),
         size=spec.image_size,
         num_tokens=spec.num_image_tokens,
         settings_id=fingerprint(
@@ -117,7 +121,7 @@ def _native(loaded: LoadedModel, limits: ImageLimits, dtype: str) -> Border:
     return Border(tokenizer, template, pipeline, spec.num_image_tokens, GREEDY)
 
 
-def _of_checkpoint(checkpoint: Checkpoint, limits: ImageLimits, dtype: str) -> Border:
+def _of_checkpoint(checkpoint: Checkpoint, config: EngineConfig, dtype: str) -> Border:
     tokenizer = _tokenizer(checkpoint.tokenizer.backend_tokenizer, checkpoint.eos_token_ids)
     template = HubTemplate(
         checkpoint.processor,
@@ -129,7 +133,7 @@ def _of_checkpoint(checkpoint: Checkpoint, limits: ImageLimits, dtype: str) -> B
     if not checkpoint.takes_images:
         return Border(tokenizer, template, NoImagePipeline(), 0, sampling)
     pipeline = ProcessorPipeline(
-        limits,
+        build_decoder(config.images, config.decoding),
         checkpoint.processor,
         template,
         checkpoint.config,

@@ -74,7 +74,7 @@ class Engine:
         self.runner = build_runner(loaded, config)
         self.scheduler = build_scheduler(config, self.runner, loaded.max_model_len)
         dtype = self.runner.dtype + config.cache.formats
-        border = border or build_border(loaded, config.images, dtype=dtype)
+        border = border or build_border(loaded, config, dtype=dtype)
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
         owner = Owner(self.kv.identity, self._compatible)
         parts, costs = (self.runner, self.scheduler, self.metrics), Costs()
@@ -186,6 +186,7 @@ class Engine:
 
     def close(self) -> None:
         """Nothing runs any more: what is to outlive the process is written."""
+        self.pipeline.close()
         if self.tiers is not None:
             self.tiers.close()
 

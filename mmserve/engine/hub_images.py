@@ -19,7 +19,6 @@ import torch
 import transformers
 from PIL import Image
 
-from mmserve.config import ImageLimits
 from mmserve.errors import ImageTooLargeError, InvalidImageError, RequestError, first_line
 from mmserve.held_image import ImageId
 from mmserve.hub_prompt import HubImage, HubTemplate
@@ -27,6 +26,7 @@ from mmserve.model.fetch import ModelUnavailableError
 from mmserve.prompt import ImagePart, Message, TextPart
 from mmserve.request import ImageInput, TextSegment
 from mmserve.vision import preprocess
+from mmserve.vision.decoder import Decoder
 
 # What a processor returns for the text; the rest is the image's.
 _TEXT_OUTPUTS = {
@@ -60,7 +60,7 @@ class ProcessorPipeline:
 
     def __init__(
         self,
-        limits: ImageLimits,
+        decoder: Decoder,
         processor: Any,
         template: HubTemplate,
         config: Any,
@@ -71,7 +71,8 @@ class ProcessorPipeline:
         """`config` is the model's; `settings_id` stands for weights, dtype and whatever else KV
         depends on. Raises `ModelUnavailableError` when the processor writes images into a text in
         a way that is not known here."""
-        self.limits = limits
+        self.limits = decoder.limits
+        self.decoder = decoder
         self.connect(lambda _: False, lambda: None)
         self._processor = processor
         self._template = template
@@ -142,6 +143,9 @@ class ProcessorPipeline:
             alone=alone if self.counts_company else None,
         )
 
+    def close(self) -> None:
+        self.decoder.close()
+
     def identify(self, data: bytes, salt: bytes = b"") -> ImageId:
         """What an image file is called, without looking at it."""
         company = (True, False) if self.counts_company else (True,)
@@ -209,7 +213,7 @@ class ProcessorPipeline:
 
     def _decode(self, data: bytes) -> Image.Image:
         self.on_decode()
-        return preprocess.decode_full(data, self.limits)
+        return self.decoder.decode_full(data)
 
     def _recall(self, digest: bytes) -> _Facts | None:
         with self._known_lock:
@@ -295,6 +299,9 @@ class NoImagePipeline:
         raise AssertionError("an image of a model that takes none")
 
     def connect(self, is_resident: Callable[[bytes], bool], on_decode: Callable[[], None]) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 

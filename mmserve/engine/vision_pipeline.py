@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mmserve.config import ImageLimits
 from mmserve.errors import RequestError
 from mmserve.held_image import ImageId
 from mmserve.request import ImageInput
 from mmserve.vision import preprocess
+from mmserve.vision.decoder import Decoder
 
 
 class VisionPipeline:
@@ -24,13 +24,14 @@ class VisionPipeline:
 
     def __init__(
         self,
-        limits: ImageLimits,
+        decoder: Decoder,
         *,
         size: int,
         num_tokens: int,
         settings_id: bytes,
     ) -> None:
-        self.limits = limits
+        self.limits = decoder.limits
+        self.decoder = decoder
         self.size = size
         self.num_tokens = num_tokens
         self.settings_id = settings_id
@@ -58,6 +59,9 @@ class VisionPipeline:
             raise
         return ImageInput(digest, data, self.num_tokens, pixels)
 
+    def close(self) -> None:
+        self.decoder.close()
+
     def identify(self, data: bytes, salt: bytes = b"") -> ImageId:
         """What an image file is called, without looking at it."""
         return ImageId((preprocess.digest(data, self.settings_id, salt=salt),), self.num_tokens)
@@ -69,4 +73,4 @@ class VisionPipeline:
 
     def _decode(self, data: bytes) -> preprocess.Pixels:
         self.on_decode()
-        return preprocess.decode(data, self.limits, self.size)
+        return self.decoder.decode(data, self.size)

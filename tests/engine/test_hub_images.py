@@ -22,6 +22,7 @@ from mmserve.errors import (
 )
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.prompt import ImagePart, Message, TextPart
+from mmserve.vision.decoder import DecodeHere
 from tests.model import families
 from tests.model.border import Border, Open, flat, open_border, opener, png, template_of
 
@@ -39,7 +40,7 @@ def pipeline(border: Border, **options: Any) -> ProcessorPipeline:
     known = border.checkpoint
     made = border.pipeline
     assert made is not None
-    options = {"settings_id": b"weights", "limits": made.limits, **options}
+    options = {"settings_id": b"weights", "decoder": made.decoder, **options}
     return ProcessorPipeline(
         processor=known.processor, template=border.template, config=known.config, **options
     )
@@ -253,7 +254,7 @@ def test_what_a_resize_by_the_shortest_side_makes_is_bounded(opened: Open) -> No
     image_processor = border.checkpoint.processor.image_processor
     assert dict(image_processor.size).keys() == {"shortest_edge"}
     edge = image_processor.size["shortest_edge"]
-    most = pipeline(border, limits=ImageLimits(max_pixels=edge * edge * 20))
+    most = pipeline(border, decoder=DecodeHere(ImageLimits(max_pixels=edge * edge * 20)))
     assert most.prepare(png(Image.new("RGB", (5, 100)))).inputs is not None
     with pytest.raises(ImageTooLargeError, match="would make .* megapixels .*the limit is"):
         most.prepare(png(Image.new("RGB", (5, 105))))
@@ -288,7 +289,7 @@ def test_a_processor_that_writes_images_in_an_unknown_way_is_refused(
     assert border.pipeline is not None
     with pytest.raises(ModelUnavailableError, match="in a way that is not known here"):
         ProcessorPipeline(
-            border.pipeline.limits, known.processor, template, known.config, settings_id=b""
+            border.pipeline.decoder, known.processor, template, known.config, settings_id=b""
         )
 
 
@@ -302,7 +303,7 @@ def test_a_template_that_shows_no_image_is_refused_when_it_is_loaded(opened: Ope
     assert border.pipeline is not None
     with pytest.raises(ModelUnavailableError, match="LlavaProcessor does not take"):
         ProcessorPipeline(
-            border.pipeline.limits, known.processor, template, known.config, settings_id=b""
+            border.pipeline.decoder, known.processor, template, known.config, settings_id=b""
         )
 
 
@@ -315,7 +316,7 @@ def test_images_go_into_the_string_where_a_template_takes_no_items(opened: Open)
     )
     assert border.pipeline is not None
     made = ProcessorPipeline(
-        border.pipeline.limits, known.processor, template, known.config, settings_id=b""
+        border.pipeline.decoder, known.processor, template, known.config, settings_id=b""
     )
     parts = (TextPart("a"), ImagePart(b""), TextPart("b"))
     prompt = template.render([Message("user", parts)], [made.prepare(png(SMALL))])

@@ -21,6 +21,7 @@ from mmserve.hub_prompt import HubTemplate
 from mmserve.model.checkpoint import Checkpoint, open_checkpoint
 from mmserve.prompt import ImagePart, Message, Prompt, TextPart
 from mmserve.request import TextSegment
+from mmserve.vision.decoder import DecodeHere
 from tests.model import families
 
 Parts = Sequence[str | Image.Image]
@@ -94,7 +95,7 @@ def open_border(
     if not checkpoint.takes_images:
         return Border(checkpoint, template, None)
     pipeline = ProcessorPipeline(
-        ImageLimits(),
+        DecodeHere(ImageLimits()),
         checkpoint.processor,
         template,
         checkpoint.config,

@@ -18,7 +18,7 @@ from mmserve.errors import (
     UnsupportedImageTypeError,
 )
 from mmserve.vision.preprocess import Pixels, check_header, decode, decode_full, digest, fingerprint
-from tests.vision.images import encode, noise, plain_png, smooth
+from tests.vision.images import encode, noise, plain_png, png_chunk, smooth
 
 LIMITS = ImageLimits()
 SIZE = 224
@@ -320,6 +320,45 @@ def test_a_decompression_bomb_is_refused_from_its_header() -> None:
 def test_a_bomb_below_a_raised_limit_is_stopped_by_the_decoder() -> None:
     with pytest.raises(ImageTooLargeError):
         decode(plain_png(14_000, 14_000), ImageLimits(max_pixels=10**9), SIZE)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
+def test_an_animation_of_more_frames_than_the_limit_is_refused(kind: str) -> None:
+    others = [noise(8, 8, seed) for seed in (1, 2)]
+    data = encode(noise(8, 8), kind, save_all=True, append_images=others)
+    assert decode(data, ImageLimits(max_frames=3), SIZE).shape
+    with pytest.raises(ImageTooLargeError, match="3 frames; the limit is 2"):
+        decode(data, ImageLimits(max_frames=2), SIZE)
+
+
+def test_a_gif_that_ends_behind_its_first_picture_is_shown() -> None:
+    data = encode(noise(8, 8), "GIF", save_all=True, append_images=[noise(8, 8, 1)])
+    shown = decode(data, LIMITS, SIZE)
+    assert np.array_equal(decode(data[:-20], LIMITS, SIZE), shown)
+
+
+MANY = 2_000_000
+JPEG_HEAD = b"\xff\xd8\xff\xc0\0\x0b\x08\0\x10\0\x10\1\1\x11\0"
+GIF_HEAD = b"GIF89a\x10\0\x10\0\0\0\0"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xd8" + b"\xff\xfe\0\2" * MANY,
+        b"\xff\xd8" + b"\xff" * MANY,
+        JPEG_HEAD + b"\xff\xda\0\x03\0a" * 101 + b"\xff\xd9",
+        GIF_HEAD + b"!\xfe\0" * MANY,
+        GIF_HEAD + b",\0\0\0\0\x10\0\x10\0\0\2" + b"\1a" * MANY,
+        encode(noise(8, 8), "PNG")[:33] + png_chunk(b"juNk", b"") * MANY,
+        b" " * MANY,
+    ],
+    ids=["segments", "fill", "scans", "extensions", "blocks", "chunks", "spaces"],
+)
+def test_a_file_of_very_many_parts_is_refused(data: bytes) -> None:
+    """What could keep a decoder busy for long; B33's kind."""
+    with pytest.raises(RequestError):
+        decode(data, LIMITS, SIZE)
 
 
 def test_sizes_beyond_the_limits_are_refused_with_the_numbers() -> None:
