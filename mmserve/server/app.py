@@ -35,6 +35,7 @@ from mmserve.server.engine_face import EngineFace
 from mmserve.server.envelope import Envelope
 from mmserve.server.errors import on_http_exception, on_request_error
 from mmserve.server.files import FileStore
+from mmserve.server.image_fetch import ImageFetcher
 from mmserve.server.image_keeper import ImageKeeper
 from mmserve.server.journal import Database, Journal, NoJournal
 from mmserve.server.kv_feed import KVFeed
@@ -68,6 +69,7 @@ def _services(engine: EngineFace, config: ServerConfig) -> Services:
         metrics=ServerMetrics(),
         images=images,
         kv_feed=KVFeed(engine, responses),
+        fetcher=ImageFetcher(config.allow_image_hosts),
     )
 
 

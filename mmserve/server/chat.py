@@ -28,7 +28,7 @@ from mmserve.server.answer import (
     timings_json,
 )
 from mmserve.server.calling import Calling, call_text, parse_calling
-from mmserve.server.content import Content, image_bytes, parse_content
+from mmserve.server.content import Content, check_count, image_bytes, parse_content
 from mmserve.server.engine_face import Generation
 from mmserve.server.errors import (
     UnsupportedParameterError,
@@ -158,6 +158,7 @@ def parse_chat(body: dict[str, Any], services: Services) -> ChatRequest:
 
 
 async def _render(request: ChatRequest, services: Services, owner: str) -> list[Message]:
+    check_count([part for _, content in request.messages for part in content], services)
     messages = []
     for role, content in request.messages:
         parts: list[Part] = []

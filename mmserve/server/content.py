@@ -6,15 +6,16 @@ image's bytes. Knows nothing of roles, items or history.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmserve.errors import RequestError, UnsupportedImageTypeError
+from mmserve.errors import RequestError, TooManyImagesError, UnsupportedImageTypeError
 from mmserve.prompt import TextPart
 from mmserve.server.blobs import Blob
 from mmserve.server.errors import MissingParameterError, UnsupportedParameterError
 from mmserve.server.fields import Fields, as_list, as_object, as_text, wrong_type
-from mmserve.server.images import decode_data_url, is_file_id
+from mmserve.server.images import decode_data_url, is_data_url, is_file_id
 from mmserve.server.services import Services
 
 DETAILS = ("auto", "low", "high", "original")
@@ -108,10 +109,24 @@ def parse_content(value: Any, param: str) -> tuple[Content, ...]:
     return tuple(part for part in parts if not (isinstance(part, TextPart) and not part.text))
 
 
-def inline_bytes(ref: ImageRef, services: Services) -> bytes:
-    """The bytes of an image that stands in the request itself."""
+def check_count(content: Sequence[Content], services: Services) -> None:
+    """Raises `TooManyImagesError`: before any is read or fetched."""
+    images = [part for part in content if isinstance(part, ImageRef)]
+    limit = services.info.image_limits.max_images
+    if len(images) > limit:
+        raise TooManyImagesError(
+            f"The request has {len(images)} images; the limit is {limit}.",
+            param=images[limit].param,
+        )
+
+
+async def bytes_at(ref: ImageRef, services: Services) -> bytes:
+    """The bytes of an image that stands in the request itself, or at an address on the network."""
     assert ref.url is not None
-    return decode_data_url(ref.url, services.info.image_limits, ref.param)
+    limits = services.info.image_limits
+    if is_data_url(ref.url):
+        return decode_data_url(ref.url, limits, ref.param)
+    return await services.fetcher.fetch(ref.url, limits.max_bytes, ref.param)
 
 
 def uploaded(ref: ImageRef, services: Services, owner: str) -> Blob:
@@ -129,4 +144,4 @@ async def image_bytes(ref: ImageRef, services: Services, owner: str) -> bytes:
         return await uploaded(ref, services, owner).read()
     if ref.item_id is not None:
         raise UnsupportedParameterError("Nothing is kept here; send the image.", param=ref.param)
-    return inline_bytes(ref, services)
+    return await bytes_at(ref, services)

@@ -34,6 +34,12 @@ class ImageURLNotAllowedError(RequestError):
     code = "image_url_not_allowed"
 
 
+class InvalidImageURLError(RequestError):
+    """It may be fetched, but no image comes of it."""
+
+    code = "invalid_image_url"
+
+
 class PreviousResponseNotFoundError(RequestError):
     code = "previous_response_not_found"
 

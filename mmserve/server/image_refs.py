@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from mmserve.errors import RequestError
 from mmserve.server.blobs import Blob, MemoryBlob
-from mmserve.server.content import ImageRef, inline_bytes, uploaded
+from mmserve.server.content import ImageRef, bytes_at, uploaded
 from mmserve.server.errors import NotFoundError
 from mmserve.server.history import Item, StoredImage
 from mmserve.server.services import Services
@@ -40,7 +40,7 @@ async def sent(ref: ImageRef, services: Services, owner: str, *, store: bool) ->
     if ref.file_id is not None:
         blob = uploaded(ref, services, owner)
     elif store:
-        blob = await services.blobs.put(inline_bytes(ref, services))
+        blob = await services.blobs.put(await bytes_at(ref, services))
     else:
-        blob = MemoryBlob(inline_bytes(ref, services))
+        blob = MemoryBlob(await bytes_at(ref, services))
     return StoredImage(blob, ref.param, ref.detail, ref.file_id)

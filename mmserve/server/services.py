@@ -21,6 +21,7 @@ from mmserve.server.journal import Journal
 
 if TYPE_CHECKING:
     from mmserve.server.files import FileStore
+    from mmserve.server.image_fetch import ImageFetcher
     from mmserve.server.image_keeper import ImageKeeper
     from mmserve.server.job import Job
     from mmserve.server.kv_feed import KVFeed
@@ -44,6 +45,7 @@ class Services:
     metrics: ServerMetrics
     images: ImageKeeper
     kv_feed: KVFeed
+    fetcher: ImageFetcher
     draining: bool = False
     started: asyncio.Future[None] | None = None  # the engine's start, once the server runs
     jobs: set[Job] = field(default_factory=set)  # running
