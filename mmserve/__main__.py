@@ -25,8 +25,12 @@ from mmserve.engine_flags import (
     engine_config,
     tier_config,
 )
+from mmserve.faults import Faults
 from mmserve.kv_command import add_kv_commands
+from mmserve.load_flags import add_load_flags, with_load
 from mmserve.train_command import add_train_command
+
+EXIT_ENGINE_LOST = 75  # EX_TEMPFAIL: started anew, it may well work
 
 
 def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
@@ -49,7 +53,7 @@ def data_dir(args: argparse.Namespace) -> Path | None:
 def _serve(args: argparse.Namespace) -> None:
     from mmserve.engine.async_engine import AsyncEngine
     from mmserve.server.journal import CannotStoreError
-    from mmserve.server.runner import serve
+    from mmserve.server.runner import EngineLostError, serve
 
     server = ServerConfig(
         host=args.host,
@@ -68,9 +72,11 @@ def _serve(args: argparse.Namespace) -> None:
         tiers = tier_config(args, server.data_dir)
         engine = engine_config(args)
         cache = dataclasses.replace(engine.cache, kv_compatible_with=tuple(args.kv_compatible_with))
-        decoding = DecodingConfig(args.image_decode_processes)
-        engine = dataclasses.replace(engine, cache=cache, tiers=tiers, decoding=decoding)
-        config = Config(engine, server)
+        faults, decoding = Faults(os.environ.get("MMSERVE_FAULTS", "")), args.image_decode_processes
+        engine = dataclasses.replace(
+            engine, cache=cache, tiers=tiers, decoding=DecodingConfig(decoding), faults=faults
+        )
+        config = with_load(args, Config(engine, dataclasses.replace(server, faults=faults)))
         serve(config.server, AsyncEngine(config.engine))
 
     try:
@@ -80,6 +86,9 @@ def _serve(args: argparse.Namespace) -> None:
             raise
         print(f"mmserve keeps nothing over a restart: {error}", file=sys.stderr)
         run(dataclasses.replace(server, data_dir=None))
+    except EngineLostError as error:
+        print(f"mmserve: {error}", file=sys.stderr, flush=True)
+        os._exit(EXIT_ENGINE_LOST)  # a device that hangs would hang the interpreter's end, too
 
 
 def _chat(args: argparse.Namespace) -> None:
@@ -238,6 +247,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_flags(serve)
     add_image_flags(serve)
     add_tier_flags(serve)
+    add_load_flags(serve)
     serve.set_defaults(run=_serve)
 
     chat = commands.add_parser("chat", help="one answer about some pictures, without a server")

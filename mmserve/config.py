@@ -1,7 +1,7 @@
 """One frozen tree of configuration, read at the border (the command line) and passed down.
 
-Owns names, defaults, units and validation. Standard library only; nothing below reads the
-environment or a flag.
+Owns names, defaults, units and validation. Standard library only, and the faults that tests arm;
+nothing below reads the environment or a flag.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from mmserve.faults import NO_FAULTS, Faults
 
 GIB = 1024**3
 MIB = 1024**2
@@ -207,6 +209,10 @@ class EngineConfig:
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     tiers: TierConfig = field(default_factory=TierConfig)
     speculative: SpecConfig = field(default_factory=SpecConfig)
+    # Seconds in which nothing moves though there is work, before that is reported and the engine
+    # started anew; 0: nobody looks.
+    watchdog_s: float = 60.0
+    faults: Faults = NO_FAULTS  # made on purpose, for tests
 
 
 @dataclass(frozen=True)
@@ -234,8 +240,14 @@ class ServerConfig:
     max_log_events: int = 20_000  # events kept per response for resume
     grace_s: float = 60.0  # a stored WebSocket response runs on this long without a reader
     heartbeat_s: float = 15.0
+    drain_s: float = 10.0  # that running answers get after a first SIGTERM
+    max_request_s: float = 0.0  # from a request to the end of its answer; 0: any time
+    slow_reader_s: float = 30.0  # a reader that takes nothing for so long is let go
+    sockets_per_key: int = 64
+    host_memory_limit: float = 0.95  # share in use above which new work is refused; 0: any
     lanes_per_socket: int = 16
     queue_per_lane: int = 8
+    faults: Faults = NO_FAULTS  # made on purpose, for tests
 
 
 @dataclass(frozen=True)

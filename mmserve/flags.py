@@ -31,6 +31,28 @@ def size(text: str) -> int:
     return value
 
 
+def seconds(text: str) -> float:
+    """0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds such as 30 or 0.5")
+    return value
+
+
+def share(text: str) -> float:
+    """From 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 0.95")
+    return value
+
+
 def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")

@@ -210,6 +210,7 @@ class TokenEvent:
     """What one step made for one request. The last event has a finish reason, usage, timings.
 
     `choices`: of a beam search, best first, in its last event, whose own text is the first's.
+    `error` and its `code` say what ended it otherwise; no code: a fault of this request alone.
     """
 
     text: str = ""
@@ -220,6 +221,7 @@ class TokenEvent:
     usage: Usage | None = None
     timings: Timings | None = None
     error: str | None = None
+    code: str | None = None
     choices: tuple[Choice, ...] = ()
 
 

@@ -21,7 +21,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 TYPES = {
-    *("config", "errors", "request", "prompt", "tokenizer", "guarded", "hub_prompt"),
+    *("config", "errors", "faults", "request", "prompt", "tokenizer", "guarded", "hub_prompt"),
     *("tools", "metrics", "energy", "regimes", "held_image", "session", "kv_snapshot"),
 }
 # Page counts, no tensors.
@@ -33,10 +33,12 @@ BOOKS = {
 
 # What a part may import of the package; a name covers its submodules. Each part may import itself.
 ALLOWED = {
-    "config": set(),
+    "faults": set(),
+    "config": {"faults"},
     "errors": set(),
     "flags": {"config"},
     "engine_flags": {"config", "flags"},
+    "load_flags": {"config", "flags"},
     "regimes": set(),
     "request": set(),
     "streaming": {"request"},
@@ -72,7 +74,7 @@ ALLOWED = {
     "spec": {"config", "errors", "request", "whole_file"},
     "whole_file": set(),
     "kvfile": {"whole_file"},
-    "tiers": {"whole_file", "kvfile"},
+    "tiers": {"whole_file", "kvfile", "faults"},
     "engine": TYPES
     | {"keys", "placed", "sequence", "kernels", "vision", "cache", "scheduler", "model"}
     | {"kvfile", "tiers", "spec"},

@@ -89,7 +89,11 @@ class TextKVPool(KVPool):
 
     def __init__(self, shape: KVShape, num_bytes: int) -> None:
         super().__init__(shape, shape.pages_in(num_bytes))
-        self.pages = PagePool(shape.pages_in(num_bytes))
+        self.forget()
+
+    def forget(self) -> None:
+        """All pages are free and nobody's, whatever any earlier books say."""
+        self.pages = PagePool(self.tensor.shape[3])
 
 
 class VisionKVPool(KVPool):
@@ -97,4 +101,8 @@ class VisionKVPool(KVPool):
 
     def __init__(self, shape: KVShape, num_bytes: int) -> None:
         super().__init__(shape, shape.pages_in(num_bytes))
-        self.index = VisionIndex(shape.pages_in(num_bytes), shape.page_size)
+        self.forget()
+
+    def forget(self) -> None:
+        """No image is stored, whatever any earlier books say."""
+        self.index = VisionIndex(self.tensor.shape[3], self.shape.page_size)

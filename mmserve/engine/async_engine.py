@@ -7,29 +7,29 @@ HTTP. The thread alone touches the engine; the loop sends it commands and receiv
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import queue
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numba
-import torch
-
 from mmserve.config import EngineConfig
 from mmserve.engine import kv_sharing
-from mmserve.engine.border import build_border
+from mmserve.engine.build_engine import build_engine
 from mmserve.engine.engine import Engine, Event
+from mmserve.engine.generation import Generation
 from mmserve.engine.model_info import ModelInfo
-from mmserve.engine.model_runner import resolve_dtype
+from mmserve.engine.recovery import EngineLostError, shrink
 from mmserve.engine.refusals import counted, counted_later
 from mmserve.engine.sampling_limits import validate
+from mmserve.engine.thread import EngineThread
+from mmserve.engine.watchdog import PATIENCE, Verdict, Watchdog
 from mmserve.errors import (
     ContextLengthExceededError,
+    EngineUnavailableError,
     ModelLoadingError,
     QueueFullError,
     ShuttingDownError,
@@ -38,9 +38,6 @@ from mmserve.errors import (
 from mmserve.held_image import HeldImage, ImageId
 from mmserve.kv_snapshot import Snapshot
 from mmserve.metrics import Metrics
-from mmserve.model.hub import is_native
-from mmserve.model.loader import resolve_device
-from mmserve.model.weights import load, open_named
 from mmserve.prompt import Message, Prompt, present_images
 from mmserve.request import (
     EVERYBODY,
@@ -60,65 +57,48 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-STALL_S = 10.0  # no progress for so long is reported
 
+class _OnLoop:
+    """Brings what the engine's thread tells to the event loop."""
 
-class Generation:
-    """The events of one submitted request, for one reader."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: AsyncEngine) -> None:
+        self._loop, self._engine = loop, engine
 
-    def __init__(self, id: str, abort: Callable[[str], None]) -> None:
-        self.id = id
-        self._abort = abort
-        self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+    def _soon(self, tell: Callable[..., None], *what: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # a thread that was given up outlives the loop
+            self._loop.call_soon_threadsafe(tell, *what)
 
-    def put(self, event: TokenEvent) -> None:
-        self._events.put_nowait(event)
+    def began(self, engine: Engine) -> None:
+        self._soon(self._engine._begin, engine)
 
-    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        while True:
-            event = await self._events.get()
-            yield event
-            if event.finish_reason is not None:
-                return
+    def happened(self, events: list[Event]) -> None:
+        self._soon(self._engine._dispatch, events)
 
-    def abort(self) -> None:
-        """Stop within one step; the last event then says ABORT. Harmless after the end."""
-        self._abort(self.id)
+    def broke(self) -> None:
+        self._soon(self._engine._pause)
 
-
-def build_engine(config: EngineConfig) -> Engine:
-    """Load the model (fetching it the first time) and build an engine around it.
-
-    What can be refused before a public checkpoint's weights are read is refused then.
-    """
-    if config.model.num_threads is not None:
-        torch.set_num_threads(config.model.num_threads)
-    # The compiled kernels have threads of their own, as many as the machine has cores at most.
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-    model, pools = config.model, config.cache.text_bytes + config.cache.vision_bytes
-    device, native = resolve_device(model.device), is_native(model.model)
-    dtype = resolve_dtype(model.dtype, device, stock=not native)
-    if native:
-        return Engine(config, load(model))
-    checkpoint = open_named(model)
-    held = dtype + config.cache.formats
-    border = build_border(checkpoint, config, dtype=held)
-    return Engine(config, load(model, pools, checkpoint), border)
+    def lost(self, error: Exception) -> None:
+        self._soon(self._engine._give_up, error)
 
 
 class AsyncEngine:
-    """`status` goes from loading to ok, then draining and dead."""
+    """`status` goes from loading to ok, maybe through restarting or stalled and back, then to
+    draining and dead."""
+
+    _loaded: asyncio.Future[Engine]
+    _lost: asyncio.Future[str]
 
     def __init__(
         self, config: EngineConfig, build: Callable[[EngineConfig], Engine] = build_engine
     ) -> None:
         self.config = config
         self.status = "loading"
-        self._build = build
         self._engine: Engine | None = None
-        self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._generations: dict[str, Generation] = {}
-        self._thread: threading.Thread | None = None
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._thread = EngineThread(partial(build, config), config.faults)
+        self._started = False
+        self._watching: asyncio.Task[None] | None = None
         # Decoding images is most of preparation; two at a time leave the step loop its cores.
         threads = max(2, config.decoding.processes)
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="prepare")
@@ -127,41 +107,44 @@ class AsyncEngine:
     async def start(self) -> None:
         """Load the model and start stepping. Raises what loading raises.
 
-        The engine's thread loads, too: OpenMP keeps a team of workers for every thread that ever
-        computed, and with more of them than cores it stops spinning between two products, which
-        made each step of a small model a half longer.
+        The engine's thread loads, too, and builds whatever engine comes after: OpenMP keeps a team
+        of workers for every thread that ever computed, and with more of them than cores it stops
+        spinning between two products, which made each step of a small model a half longer.
         """
         loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[Engine] = loop.create_future()
-        arguments = (loop, loaded)
-        self._thread = threading.Thread(
-            target=self._run, args=arguments, name="engine", daemon=True
-        )
-        self._thread.start()
-        self._engine = await loaded
+        self._loaded, self._lost = loop.create_future(), loop.create_future()
+        self._started = True
+        self._thread.start(_OnLoop(loop, self))
+        engine = await self._loaded
         self.info = ModelInfo(
-            name=self.config.model.served_name or self._engine.name,
-            max_model_len=self._engine.max_model_len,
-            image_tokens=self._engine.least_image_tokens,
+            name=self.config.model.served_name or engine.name,
+            max_model_len=engine.max_model_len,
+            image_tokens=engine.least_image_tokens,
             image_limits=self.config.images,
             created=int(time.time()),
-            default_sampling=self._engine.default_sampling,
-            tool_format=self._engine.template.tool_format,
-            vision_mode=self._engine.runner.mode.name,
-            blend_tokens=self._engine.runner.mode.head,
+            default_sampling=engine.default_sampling,
+            tool_format=engine.template.tool_format,
+            vision_mode=engine.runner.mode.name,
+            blend_tokens=engine.runner.mode.head,
         )
-        self.status = "ok"
+        if self.config.watchdog_s:
+            self._watching = loop.create_task(self._watch(self.config.watchdog_s))
 
     async def stop(self) -> None:
-        """End every request and the thread."""
-        self.status = "draining"
-        if self._thread is not None:
-            self._commands.put(lambda engine: engine.abort_all(FinishReason.ABORT))
-            self._commands.put(None)
-            await asyncio.to_thread(self._thread.join)
+        """End every request and the thread, unless that is lost."""
+        if self._watching is not None:
+            self._watching.cancel()
+        lost, self.status = self.status == "dead", "draining"
+        if self._started and not lost:
+            self._thread.send(lambda engine: engine.abort_all(FinishReason.ABORT))
+            await asyncio.to_thread(self._thread.stop)
         for workers in (self._workers, self._compiler):
             workers.shutdown(wait=False, cancel_futures=True)
         self.status = "dead"
+
+    async def lost(self) -> str:
+        """Wait until no engine of this process can compute any more; why."""
+        return await asyncio.shield(self._lost)
 
     @property
     def engine(self) -> Engine:
@@ -169,6 +152,11 @@ class AsyncEngine:
         if self._engine is None:
             raise ModelLoadingError("The model is still loading.")
         return self._engine
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended, those that wait included."""
+        return len(self._generations)
 
     @property
     def metrics(self) -> Metrics:
@@ -238,7 +226,7 @@ class AsyncEngine:
 
     def unpin_image(self, image: ImageId) -> None:
         """Soon, and harmless when it is not pinned."""
-        self._commands.put(lambda engine: engine.images.unpin(image))
+        self._thread.send(lambda engine: engine.images.unpin(image))
 
     async def kv_snapshot(self) -> Snapshot:
         """Whose each page of the pools is, between two steps."""
@@ -275,7 +263,8 @@ class AsyncEngine:
         event loop waits."""
         engine = self.engine
         if self.status != "ok":
-            raise ShuttingDownError(f"The engine is {self.status}.")
+            refused = ShuttingDownError if self.status == "draining" else EngineUnavailableError
+            raise refused(f"The engine is {self.status}.")
         # Counted here, where they come in: the engine's own queue lags behind a burst.
         limits = self.config.scheduler
         if len(self._generations) >= limits.max_num_seqs + limits.max_waiting:
@@ -292,7 +281,7 @@ class AsyncEngine:
         constraint = None if prefill_only else params.constraint
         matcher = engine.grammars.matcher(constraint) if constraint else None
         self._generations[request_id] = generation
-        self._commands.put(lambda engine: engine.add(request, matcher))
+        self._thread.send(lambda engine: engine.add(request, matcher))
         return generation
 
     async def export_kv(self, path: Path) -> None:
@@ -306,25 +295,38 @@ class AsyncEngine:
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread between two steps; raises what it raises.
 
-        For what computes with PyTorch beside the engine (see `start`).
+        For what computes with PyTorch beside the engine (see `start`). Raises
+        EngineUnavailableError where no engine is left to do it.
         """
+        if self.status == "dead":
+            raise EngineUnavailableError("The engine has stopped.")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
+
+        def tell(settle: Callable[[Any], None], what: Any) -> None:
+            if not future.done():
+                settle(what)
 
         def run(_: Engine) -> None:
             try:
                 result = function()
             except Exception as error:
-                loop.call_soon_threadsafe(future.set_exception, error)
+                loop.call_soon_threadsafe(tell, future.set_exception, error)
             else:
-                loop.call_soon_threadsafe(future.set_result, result)
+                loop.call_soon_threadsafe(tell, future.set_result, result)
 
-        self._commands.put(run)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        self._thread.send(run)
         return await future
+
+    def shrink(self) -> None:
+        """Soon: give back memory that is held only to save work."""
+        self._thread.send(shrink)
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._generations:
-            self._commands.put(lambda engine: engine.abort(request_id))
+            self._thread.send(lambda engine: engine.abort(request_id))
 
     def _dispatch(self, events: list[Event]) -> None:
         for request_id, event in events:
@@ -335,58 +337,56 @@ class AsyncEngine:
                 del self._generations[request_id]
             generation.put(event)
 
-    def _end_all(self) -> None:
-        """Nobody waits for ever for an engine that has died."""
-        reason, error = FinishReason.ERROR, "The engine has stopped."
-        event = TokenEvent(finish_reason=reason, error=error, usage=Usage(), timings=Timings())
+    def _end_all(self, error: str, code: str) -> None:
+        """Nobody waits for ever for an engine that is not there any more."""
+        event = TokenEvent(
+            finish_reason=FinishReason.ERROR,
+            error=error,
+            code=code,
+            usage=Usage(),
+            timings=Timings(),
+        )
         self._dispatch([(request_id, event) for request_id in self._generations])
+        for call in [call for call in self._calls if not call.done()]:
+            call.set_exception(EngineUnavailableError(error))
 
-    # -- the engine thread ----------------------------------------------------------------------
+    async def _watch(self, limit_s: float) -> None:
+        watchdog, loop = Watchdog(limit_s), asyncio.get_running_loop()
+        while self.status != "dead":
+            await asyncio.sleep(limit_s / 4)
+            verdict = watchdog.look(self._thread.pulse(), loop.time())
+            if verdict is Verdict.IDLING:
+                self._thread.restart(f"no progress for {limit_s:g} s")
+            elif verdict is Verdict.STUCK and self.status == "ok":
+                logger.error("a step has taken %g s", limit_s)
+                self.status = "stalled"
+            elif verdict is Verdict.WELL and self.status == "stalled":
+                self.status = "ok"
+            elif verdict is Verdict.GONE:
+                self._give_up(EngineLostError(f"a step did not end in {PATIENCE * limit_s:g} s"))
 
-    def _run(self, loop: asyncio.AbstractEventLoop, loaded: asyncio.Future[Engine]) -> None:
-        try:
-            engine = self._build(self.config)
-        except Exception as error:
-            loop.call_soon_threadsafe(loaded.set_exception, error)
-            return
-        loop.call_soon_threadsafe(loaded.set_result, engine)
-        try:
-            self._step_until_stopped(engine, loop)
-        except Exception:
-            logger.exception("the engine cannot go on")
+    # -- what the engine's thread tells, on the event loop ----------------------------------------
+
+    def _begin(self, engine: Engine) -> None:
+        """The first engine, or one in place of another."""
+        if self._engine is not None:
+            self._end_all("The engine was started anew; please try again.", "engine_restarted")
+        self._engine = engine
+        if self.status in ("loading", "restarting"):
+            self.status = "ok"
+        if not self._loaded.done():
+            self._loaded.set_result(engine)
+
+    def _pause(self) -> None:
+        if self.status in ("ok", "stalled"):
+            self.status = "restarting"
+
+    def _give_up(self, error: Exception) -> None:
+        if not self._loaded.done():
+            return self._loaded.set_exception(error)
+        if self.status != "draining":
             self.status = "dead"
-            loop.call_soon_threadsafe(self._end_all)
-        finally:
-            engine.close()
-
-    def _step_until_stopped(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
-        moved = time.monotonic()
-        while self._take_commands(engine):
-            try:
-                events = engine.step()
-            except Exception:
-                logger.exception("a step failed; its requests end with an error")
-                engine.abort_all(FinishReason.ERROR, "The engine failed; please try again.")
-                continue
-            if events:
-                moved = time.monotonic()
-                loop.call_soon_threadsafe(self._dispatch, events)
-            elif not engine.scheduler.has_work:  # what waits for files does not for ever
-                moved = time.monotonic()
-            elif time.monotonic() - moved > STALL_S:
-                logger.error("no progress for %.0f s: %s", STALL_S, engine.describe())
-                moved = time.monotonic()
-        loop.call_soon_threadsafe(self._dispatch, engine.step())
-
-    def _take_commands(self, engine: Engine) -> bool:
-        """Obey what has been sent; wait if there is nothing else to do. False: stop."""
-        block = not engine.has_work
-        while True:
-            try:
-                command = self._commands.get(block)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command(engine)
-            block = False
+        self._thread.abandon()
+        self._end_all("The engine has stopped.", "engine_unavailable")
+        if not self._lost.done():
+            self._lost.set_result(str(error))

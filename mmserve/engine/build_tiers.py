@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from mmserve.config import TierConfig
+from mmserve.config import EngineConfig
 from mmserve.engine.kv_objects import KVObjects
 from mmserve.engine.kv_tiers import KVTiers
 from mmserve.engine.model_runner import ModelRunner
@@ -28,7 +28,7 @@ HOST_SHARE = 8  # one part in so many of the machine's memory, beside a GPU
 
 
 def build_tiers(
-    config: TierConfig,
+    whole: EngineConfig,
     owner: Owner,
     runner: ModelRunner,
     scheduler: Scheduler,
@@ -37,7 +37,8 @@ def build_tiers(
 ) -> KVTiers | None:
     """None where nothing is kept below the pools. Raises `ObjectStoreError`, or `OSError` for a
     folder that cannot be used."""
-    pinned, host_bytes = runner.device.type == "cuda", config.host_bytes
+    config, pinned = whole.tiers, runner.device.type == "cuda"
+    host_bytes = config.host_bytes
     if host_bytes is None:
         host_bytes = _memory() // HOST_SHARE if pinned else 0
     folder = None
@@ -54,6 +55,7 @@ def build_tiers(
         folder=folder,
         store=store,
         pinned=pinned,
+        faults=whole.faults,
     )
     costs.byte_s["host"] = _host_byte_s(runner.device)
     if folder is not None and (seconds := disk_byte_s(folder.path)) is not None:

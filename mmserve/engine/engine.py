@@ -19,35 +19,35 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.config import EngineConfig
+from mmserve.energy import EnergyMeter
 from mmserve.engine.border import Border, build_border
 from mmserve.engine.build_cold import build_cold
 from mmserve.engine.build_drafter import build_drafter
 from mmserve.engine.build_scheduler import build_scheduler
 from mmserve.engine.build_tiers import build_tiers
 from mmserve.engine.drafting import Drafting
-from mmserve.engine.figures import Figures, describe
+from mmserve.engine.figures import Figures
 from mmserve.engine.flight import Flight
 from mmserve.engine.grammar import Grammars, Matcher
 from mmserve.engine.image_steps import ImageSteps
 from mmserve.engine.kept_paths import Keeping, KeptPath
-from mmserve.engine.kv_transfer import KVTransfer, Placed, identity_of
+from mmserve.engine.kv_transfer import KVTransfer, identity_of
 from mmserve.engine.live import Live, Row
-from mmserve.engine.live_beams import LiveBeams
+from mmserve.engine.live_beams import begin
 from mmserve.engine.meter import board_meter, step_work
-from mmserve.engine.model_runner import build_runner
+from mmserve.engine.model_runner import ModelRunner, build_runner
 from mmserve.engine.page_copy import copy_pages
 from mmserve.engine.sampler import Drawn, SampledToken, Sampler, SamplingState
 from mmserve.engine.taps import Heard
-from mmserve.kvfile.file import KVFile, write_file
-from mmserve.kvfile.header import KVFileError, KVHeader, KVMismatchError
+from mmserve.kvfile.file import KVFile
+from mmserve.kvfile.header import KVFileError, KVMismatchError
 from mmserve.metrics import Metrics
 from mmserve.model.loader import LoadedModel
 from mmserve.model.weights import Loaded
 from mmserve.request import FinishReason, ImageSegment, Request, TokenEvent
-from mmserve.scheduler.admission import beam_limit
 from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.page_owners import PageOwners
-from mmserve.sequence import Sequence
+from mmserve.sequence import Sequence, SequenceStatus
 from mmserve.spec.draft import AnyDraft
 from mmserve.tiers.cost import Costs
 from mmserve.tiers.kv_object import Owner
@@ -61,41 +61,42 @@ Say = Callable[[SampledToken, float], TokenEvent]
 class Engine:
     """Requests in (`add`, `abort`), events out (`step`)."""
 
-    def __init__(self, config: EngineConfig, loaded: Loaded, border: Border | None = None) -> None:
-        """`border`: the model's, where it was built before the weights were loaded."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: Loaded,
+        border: Border | None = None,
+        *,
+        before: Engine | None = None,
+    ) -> None:
+        """`border`: the model's, where it was built before the weights were loaded. `before`: an
+        engine of the same that failed, whose weights, memory and figures this one goes on with."""
         self.name = loaded.name
         if isinstance(loaded, LoadedModel):
             fitted = config.cache.fitted(loaded.spec.num_image_tokens)
             config = dataclasses.replace(config, cache=fitted)
         self._loaded, self._compatible = loaded, config.cache.kv_compatible_with
         self.max_model_len = loaded.max_model_len
-        self.metrics = Metrics()
-        self.energy = board_meter(loaded, self.metrics)
-        self.runner = build_runner(loaded, config)
+        self.made_of, self._faults = (config, loaded), config.faults
+        self.metrics: Metrics = before.metrics if before else Metrics()
+        self.energy: EnergyMeter = before.energy if before else board_meter(loaded, self.metrics)
+        self.runner: ModelRunner = before.runner if before else build_runner(loaded, config)
         self.scheduler = build_scheduler(config, self.runner, loaded.max_model_len)
         dtype = self.runner.dtype + config.cache.formats
-        border = border or build_border(loaded, config, dtype=dtype)
+        self.border = border = border or build_border(loaded, config, dtype=dtype)
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
         owner = Owner(self.kv.identity, self._compatible)
         parts, costs = (self.runner, self.scheduler, self.metrics), Costs()
-        self.tiers = build_tiers(config.tiers, owner, *parts, costs)
+        self.tiers = build_tiers(config, owner, *parts, costs)
         tier_of = self.tiers.image_tier if self.tiers is not None else lambda key: None
         cold = build_cold(config, *parts, costs, tier_of)
         self._figures = Figures(self.metrics, self.scheduler, self.tiers, costs)
         self._live: dict[str, Live] = {}
-        self._images = ImageSteps(
-            self.runner,
-            self.scheduler.holdings,
-            self.pipeline,
-            self.metrics,
-            self._live,
-            self._finish,
-            tier_of,
-            cold,
-        )
+        of = self.runner, self.scheduler.holdings, self.pipeline, self.metrics
+        self._images = ImageSteps(*of, self._live, self._finish, tier_of, cold)
         self.images = self._images.kv
-        runner = self.runner
-        text, vision = ([p.shape.page_bytes for p in of] for of in (runner.text, runner.vision))
+        pools = self.runner.text, self.runner.vision
+        text, vision = ([pool.shape.page_bytes for pool in of] for of in pools)
         self.page_owners = PageOwners(self.scheduler, text, vision, self.images.format_of)
         self.default_sampling = border.sampling
         # Tokens that can be chosen, and can be spoken of.
@@ -103,8 +104,8 @@ class Engine:
         self.grammars = Grammars(self.tokenizer)
         self.drafting: Drafting | None = None
         if (found := build_drafter(config, self.runner, loaded)) is not None:
-            books = self.scheduler.holdings, self.metrics
-            self.drafting = Drafting(found.drafter, found.length, *books, found.control)
+            figures = self.scheduler.holdings, self.metrics
+            self.drafting = Drafting(found.drafter, found.length, *figures, found.control)
             self.runner.listen(found.drafter.taps, trees=found.trees)
         # One flight is in the air between two steps. May be set at any time, to compare.
         self.overlaps = self.runner.overlaps
@@ -113,6 +114,7 @@ class Engine:
         self._outbox: list[Event] = []
         self._keeping = Keeping(self.runner.text)
         self._unsaid: list[tuple[Live, SampledToken, float]] = []  # when each landed
+        self.num_launched = 0  # steps
 
     @property
     def has_work(self) -> bool:
@@ -143,26 +145,27 @@ class Engine:
             self.runner.touch(image.digest)
         if not self._live:
             self.energy.idle()
-        self._live[request.id] = self._begin(seq, matcher)
+        parts = self.tokenizer, matcher, self.scheduler, self.runner.text
+        self._live[request.id] = begin(seq, *parts)
         if self.tiers is None or not self.tiers.ask(seq):
             self.scheduler.add(seq)
         self.metrics.prompt_tokens.inc(seq.length)
-
-    def _begin(self, seq: Sequence, matcher: Matcher | None) -> Live:
-        if seq.request.params.beams is None or seq.request.prefill_only:
-            return Live(seq, self.tokenizer, matcher)
-        seq.bound(beam_limit(self.scheduler.holdings, seq.request, seq.num_prompt_tokens))
-        sizes = [pool.shape.page_bytes for pool in self.runner.text]
-        return LiveBeams(seq, self.tokenizer, matcher, self.scheduler.beams, sizes)
 
     def abort(self, request_id: str) -> None:
         """End a request now; unknown or ended ids are ignored."""
         if request_id in self._live:
             self._finish(self._live[request_id], FinishReason.ABORT)
 
-    def abort_all(self, reason: FinishReason, error: str | None = None) -> None:
+    def abort_all(self, reason: FinishReason, *why: str) -> None:
+        """`why`: a message and its code, as `TokenEvent` has them."""
         for live in list(self._live.values()):
-            self._finish(live, reason, error)
+            self._finish(live, reason, *why)
+
+    def end_running(self, reason: FinishReason, *why: str) -> None:
+        """As `abort_all`, but nobody who waits."""
+        for live in list(self._live.values()):
+            if any(seq.status is SequenceStatus.RUNNING for seq in live.seqs):
+                self._finish(live, reason, *why)
 
     def step(self) -> list[Event]:
         """Advance every scheduled sequence; returns what happened since the last call."""
@@ -216,14 +219,6 @@ class Engine:
             self.metrics.file_refused("other_model" if other else "damaged")
             raise
 
-    def save_kv(self, path: Path) -> KVHeader:
-        """Write all that is cached. Raises `KVFileError` or `OSError`."""
-        return write_file(path, self.collect_kv())
-
-    def load_kv(self, path: Path) -> Placed:
-        """Take in what a file holds, as far as there is room. Raises as `read_kv`."""
-        return self.kv.put(self.read_kv(path))
-
     # -- parts of a step ------------------------------------------------------------------------
 
     def _draft(self) -> Mapping[str, AnyDraft]:
@@ -245,6 +240,8 @@ class Engine:
         if batch.images:
             for chunk in batch.chunks:
                 self._live[chunk.seq.id].clock.schedule(started)
+        self.num_launched += 1
+        self._faults.at("engine.launch")
         batch = self._images.ahead(batch)
         for job in batch.images:
             self._images.encode(job)
@@ -377,9 +374,9 @@ class Engine:
         self.metrics.generation_tokens.inc()
         return event.finish_reason is not None
 
-    def _finish(self, live: Live, reason: FinishReason, error: str | None = None) -> None:
+    def _finish(self, live: Live, reason: FinishReason, *why: str) -> None:
         self._settle()
-        self._outbox.append((live.request.id, live.end(reason, error)))
+        self._outbox.append((live.request.id, live.end(reason, *why)))
         self._retire(live)
 
     def _retire(self, live: Live) -> None:
@@ -393,7 +390,3 @@ class Engine:
         self._figures.observe_end(live)
         if self.energy.enabled:
             self.metrics.request_energy_joules.observe(self.energy.close(live.request.id))
-
-    def describe(self) -> str:
-        """One line for the log of a step loop that stands still."""
-        return describe(self.scheduler)

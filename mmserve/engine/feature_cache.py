@@ -76,3 +76,9 @@ class FeatureCache:
             _, (features, _) = self._kept.popitem(last=False)
             self._bytes -= features.num_bytes
         self._in_use.clear()
+
+    def clear(self) -> None:
+        """Forget all; what a launched step reads, it holds itself."""
+        self._kept.clear()
+        self._in_use.clear()
+        self._bytes = 0

@@ -94,6 +94,10 @@ class ImageKV:
             for pool in self._pools:
                 pool.index.pin(key)
 
+    @property
+    def pinned(self) -> list[ImageId]:
+        return list(self._pinned)
+
     def drop(self, key: bytes) -> bool:
         """Forget what lies under a key in the pools, and what is cold of it; False: it is not
         there, or somebody reads it.

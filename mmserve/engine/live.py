@@ -178,12 +178,17 @@ class Live:
             timings=self.clock.timings(now) if reason else None,
         )
 
-    def end(self, reason: FinishReason, error: str | None = None) -> TokenEvent:
+    def end(
+        self, reason: FinishReason, error: str | None = None, code: str | None = None
+    ) -> TokenEvent:
         """The last event of a request that ends without a token."""
-        rest = self._stop.flush() if reason is FinishReason.ABORT else ""
-        timings = self.clock.timings(time.monotonic())
         return TokenEvent(
-            text=rest, finish_reason=reason, usage=self.usage(), timings=timings, error=error
+            text=self._stop.flush() if reason is FinishReason.ABORT else "",
+            finish_reason=reason,
+            usage=self.usage(),
+            timings=self.clock.timings(time.monotonic()),
+            error=error,
+            code=code,
         )
 
     def keep_counts(self) -> None:

@@ -6,16 +6,20 @@ grammar, and the one event that has all answers. Knows nothing of tensors or que
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seqs
 from dataclasses import dataclass, replace
 
+from mmserve.cache.kv_pool import TextKVPool
 from mmserve.engine.beam_search import BeamSearch, Path, Whole
 from mmserve.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from mmserve.engine.grammar import Matcher
 from mmserve.engine.live import Clock, Live
 from mmserve.engine.sampler import SampledToken, SamplingState
 from mmserve.request import Choice, FinishReason, Request, TokenEvent, TokenLogprob, Usage
+from mmserve.scheduler.admission import beam_limit
 from mmserve.scheduler.beams import Beams, SharedKV
+from mmserve.scheduler.scheduler import Scheduler
 from mmserve.sequence import Sequence
 from mmserve.tokenizer import Tokenizer
 
@@ -163,3 +167,18 @@ class LiveBeams(Live):
 
     def _bytes(self, token: int) -> bytes:
         return b"" if self.tokenizer.is_special(token) else self.tokenizer.token_bytes(token)
+
+
+def begin(
+    seq: Sequence,
+    tokenizer: Tokenizer,
+    matcher: Matcher | None,
+    scheduler: Scheduler,
+    text: Iterable[TextKVPool],
+) -> Live:
+    """A request of either kind, bounded by what its beams find room for."""
+    if seq.request.params.beams is None or seq.request.prefill_only:
+        return Live(seq, tokenizer, matcher)
+    seq.bound(beam_limit(scheduler.holdings, seq.request, seq.num_prompt_tokens))
+    sizes = [pool.shape.page_bytes for pool in text]
+    return LiveBeams(seq, tokenizer, matcher, scheduler.beams, sizes)

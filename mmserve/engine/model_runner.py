@@ -261,6 +261,20 @@ class ModelRunner:
         """Behind each step: what it has not used of images is kept up to `feature_bytes`."""
         self._features.trim()
 
+    def shrink(self) -> None:
+        """Give back what is kept only to save work."""
+        self._features.clear()
+
+    def forget(self) -> None:
+        """Start anew with the same weights and the pools' memory: nothing of KV or images is known.
+
+        For books that can no longer be trusted; what was captured stays, since no tensor moves.
+        """
+        for text, vision in zip(self.text, self.vision, strict=True):
+            text.forget()
+            vision.forget()
+        self._features.clear()
+
     # -- steps ----------------------------------------------------------------------------------
 
     def listen(self, layers: Sequence[int], *, trees: bool = False) -> None:

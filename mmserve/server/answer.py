@@ -45,6 +45,7 @@ class Answer:
     usage: Usage = field(default_factory=Usage)
     timings: Timings = field(default_factory=Timings)
     error: str | None = None
+    code: str | None = None
     _held: list[TokenLogprob] = field(default_factory=list)  # of text that may become a call
 
     @property
@@ -59,7 +60,7 @@ class Answer:
         self.stop_string = event.stop_string or self.stop_string
         self.usage = event.usage or self.usage
         self.timings = event.timings or self.timings
-        self.error = event.error or self.error
+        self.error, self.code = event.error or self.error, event.code or self.code
         return shown
 
     def _show(self, event: TokenEvent) -> Shown:

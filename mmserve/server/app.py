@@ -39,20 +39,21 @@ from mmserve.server.image_fetch import ImageFetcher
 from mmserve.server.image_keeper import ImageKeeper
 from mmserve.server.journal import Database, Journal, NoJournal
 from mmserve.server.kv_feed import KVFeed
+from mmserve.server.memory_guard import MemoryGuard
 from mmserve.server.page import Page
 from mmserve.server.server_metrics import ServerMetrics
 from mmserve.server.services import Services
 from mmserve.server.store import ResponseStore
 
-STOP_S = 5.0  # for stopped generations to end
 SWEEP_S = 60.0  # between two looks for expired files and responses
+MEMORY_S = 1.0  # between two looks at the host's memory
 
 
 def _services(engine: EngineFace, config: ServerConfig) -> Services:
     folder = config.data_dir
-    database = None if folder is None else Database(folder, config.database_url)
+    database = None if folder is None else Database(folder, config.database_url, config.faults)
     journal: Journal = database or NoJournal()
-    blobs = BlobStore(None if folder is None else folder / "blobs", journal)
+    blobs = BlobStore(None if folder is None else folder / "blobs", journal, config.faults)
     files = FileStore(blobs, config, journal)
     images = ImageKeeper(engine)
     responses = ResponseStore(config, blobs, journal, on_pins=images.moved)
@@ -70,6 +71,7 @@ def _services(engine: EngineFace, config: ServerConfig) -> Services:
         images=images,
         kv_feed=KVFeed(engine, responses),
         fetcher=ImageFetcher(config.allow_image_hosts),
+        memory=MemoryGuard(config.host_memory_limit),
     )
 
 
@@ -78,6 +80,13 @@ async def _sweep(services: Services) -> None:
         services.files.expire()
         services.responses.expire()
         await asyncio.sleep(SWEEP_S)
+
+
+async def _guard_memory(services: Services) -> None:
+    while True:
+        if services.memory.look():
+            services.shrink()
+        await asyncio.sleep(MEMORY_S)
 
 
 async def _pin_again(services: Services, starting: asyncio.Future[None]) -> None:
@@ -95,16 +104,13 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     starting = services.started = asyncio.ensure_future(services.engine.start())
     services.spawn(_pin_again(services, starting))
     sweeping = asyncio.ensure_future(_sweep(services))
+    guarding = asyncio.ensure_future(_guard_memory(services))
     try:
         yield
     finally:
         services.draining = True
-        for job in list(services.jobs):
-            job.stop()
-        waits = [asyncio.ensure_future(job.wait()) for job in services.jobs]
-        if waits:
-            await asyncio.wait(waits, timeout=STOP_S)
-        others = (starting, sweeping, *services.background)
+        await services.stop_jobs()
+        others = (starting, sweeping, guarding, *services.background)
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)

@@ -16,6 +16,7 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
+from mmserve.faults import NO_FAULTS, Faults
 from mmserve.server.errors import StorageUnavailableError
 from mmserve.server.journal import Journal, NoJournal
 from mmserve.whole_file import PART, replacing
@@ -63,7 +64,13 @@ class BlobStore:
     after what the `journal` was told before: no row may name a file that is gone.
     """
 
-    def __init__(self, folder: Path | None = None, journal: Journal | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        journal: Journal | None = None,
+        faults: Faults = NO_FAULTS,
+    ) -> None:
+        self._faults = faults
         self._journal = journal or NoJournal()
         self._loop: asyncio.AbstractEventLoop | None = None  # of a given folder, between those
         self._temporary = (
@@ -126,6 +133,7 @@ class BlobStore:
         return self._register(path, digest, len(data))
 
     def _write(self, path: Path, data: bytes) -> None:
+        self._faults.at("blob.write")
         with replacing(path, lasts=self._temporary is None) as part:
             part.write_bytes(data)
 

@@ -7,7 +7,7 @@ generation at once. Knows nothing of stored state.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from mmserve import __version__
 from mmserve.errors import EngineUnavailableError, InternalError, RequestError
-from mmserve.prompt import ROLES, ImagePart, Message, Part, TextPart
+from mmserve.prompt import ROLES, ImagePart, Message, Part, Prompt, TextPart
 from mmserve.request import FinishReason, SamplingParams, TokenEvent
 from mmserve.server.answer import (
     Answer,
@@ -29,8 +29,10 @@ from mmserve.server.answer import (
 )
 from mmserve.server.calling import Calling, call_text, parse_calling
 from mmserve.server.content import Content, check_count, image_bytes, parse_content
+from mmserve.server.deadline import Deadline
 from mmserve.server.engine_face import Generation
 from mmserve.server.errors import (
+    GenerationFailedError,
     UnsupportedParameterError,
     error_object,
     internal_error,
@@ -191,6 +193,8 @@ def check_finished(answer: Answer) -> str:
         return "length"
     if answer.finish_reason is FinishReason.ABORT:
         raise EngineUnavailableError("The generation was stopped by the server.")
+    if answer.code is not None:
+        raise GenerationFailedError(answer.error or "The generation has failed.", answer.code)
     raise InternalError(answer.error or "The generation ended with an internal error.")
 
 
@@ -202,8 +206,14 @@ def call_json(call: Call) -> dict[str, Any]:
 class Completion:
     """One running completion and the JSON made of it."""
 
-    def __init__(self, request: ChatRequest, generation: Generation, model: str) -> None:
-        self._request = request
+    def __init__(
+        self,
+        request: ChatRequest,
+        generation: Generation,
+        model: str,
+        on_close: Callable[[Completion], None],
+    ) -> None:
+        self._request, self._on_close = request, on_close
         self._generation = generation
         self._answers = [Answer(request.calling.parser())]
         self._logprobs = request.params.logprobs is not None
@@ -236,7 +246,7 @@ class Completion:
                 for number, part in enumerate(self._parts(event)):
                     self._answers[number].add(part)
         finally:
-            self._generation.abort()
+            self.close()
         return {
             **self._head,
             "object": "chat.completion",
@@ -253,7 +263,9 @@ class Completion:
             "finish_reason": check_finished(answer),
         }
 
-    def abort(self) -> None:
+    def close(self) -> None:
+        """Stop, unless it has ended."""
+        self._on_close(self)
         self._generation.abort()
 
     @staticmethod
@@ -340,18 +352,25 @@ async def create_chat_completion(request: Request) -> Response:
     """POST /v1/chat/completions."""
     services = services_of(request)
     services.check_ready()
-    chat = parse_chat(parse_body(await request.body()), services)
+    body = parse_body(await request.body())
+    chat = parse_chat(body, services)
+    deadline = Deadline.of(body, services.config.max_request_s, request.headers)
 
-    async def begin() -> Completion:
-        messages = await _render(chat, services, owner_of(request))
-        prompt = await services.engine.prepare(
-            messages,
+    async def prepare() -> Prompt:
+        return await services.engine.prepare(
+            await _render(chat, services, owner_of(request)),
             continue_final=chat.continue_final,
             tools=chat.calling.described,
             constraint=chat.params.constraint,
         )
+
+    async def begin() -> Completion:
+        prompt = await deadline.bound(prepare())
         generation = services.engine.submit(new_id("chatcmpl"), prompt, chat.params)
-        return Completion(chat, generation, services.info.name)
+        bound, model = deadline.bind(generation), services.info.name
+        completion = Completion(chat, bound, model, services.chats.discard)
+        services.chats.add(completion)
+        return completion
 
     async def answer() -> dict[str, Any]:
         return await (await begin()).whole()
@@ -359,7 +378,7 @@ async def create_chat_completion(request: Request) -> Response:
     if not chat.stream:
         return JSONBody(await while_connected(request, answer()))
     completion = await while_connected(request, begin())
-    return EventStream(completion.frames(), services.config.heartbeat_s, completion.abort)
+    return EventStream(completion.frames(), services.stream_limits, completion.close)
 
 
 ROUTES = [Route("/v1/chat/completions", create_chat_completion, methods=["POST"])]

@@ -78,12 +78,22 @@ class EngineFace(Protocol):
     def info(self) -> ModelInfo: ...
     @property
     def status(self) -> str:
-        """loading | ok | draining | dead."""
+        """loading | ok | restarting | stalled | draining | dead."""
+
+    @property
+    def num_running(self) -> int:
+        """Generations that have not ended, those that wait included."""
 
     @property
     def metrics(self) -> MetricsFace: ...
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
+    async def lost(self) -> str:
+        """Wait, after `start`, until nothing of this process can compute any more; why."""
+
+    def shrink(self) -> None:
+        """Soon: give back memory that is held only to save work."""
+
     async def prepare(
         self,
         messages: Sequence[Message],

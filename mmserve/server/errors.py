@@ -16,6 +16,15 @@ from mmserve.errors import InternalError, RequestError
 from mmserve.server.wire import JSONBody
 
 RETRY_AFTER_S = {429: 1, 503: 5}
+NEVER_AGAIN = (500, 504)  # the same request would end in the same way
+# HTTP status by what ended a generation that was no fault of its own.
+ENDINGS = {
+    "engine_restarted": 503,
+    "engine_unavailable": 503,
+    "out_of_memory": 503,
+    "deadline_exceeded": 504,
+    "reader_too_slow": 408,
+}
 
 
 class InvalidJSONError(RequestError):
@@ -88,6 +97,24 @@ class RateLimitError(RequestError):
     code = "rate_limit_exceeded"
 
 
+class GenerationFailedError(RequestError):
+    """What ended a running generation, by the code of its last event."""
+
+    kind = "server_error"
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, code=code)
+        self.status = ENDINGS.get(code, 500)
+
+
+class HostMemoryLowError(RequestError):
+    """New work might end what runs."""
+
+    status = 503
+    kind = "server_error"
+    code = "host_memory_low"
+
+
 class StorageUnavailableError(RequestError):
     """The disk or the database refused a write; what needs no storage goes on."""
 
@@ -111,7 +138,7 @@ def error_headers(error: RequestError) -> dict[str, str]:
     headers = {}
     if error.status in RETRY_AFTER_S:
         headers["retry-after"] = str(RETRY_AFTER_S[error.status])
-    if error.status == 500:
+    if error.status in NEVER_AGAIN:
         headers["x-should-retry"] = "false"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"

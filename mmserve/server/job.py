@@ -83,8 +83,10 @@ class Job:
             self._generation.abort()
 
     def stop(self) -> None:
-        """The server's wish: the response ends as `failed`."""
+        """The server's wish: the response ends with what was made so far, and can be continued;
+        as `failed` where that is nothing."""
         if self._generation is not None:
+            self.transcript.interrupted = True
             self._generation.abort()
 
     def reader_came(self) -> None:

@@ -22,6 +22,7 @@ from alembic.config import Config
 from filelock import FileLock, Timeout
 
 from mmserve.errors import first_line
+from mmserve.faults import NO_FAULTS, Faults
 from mmserve.server.errors import StorageUnavailableError
 
 log = logging.getLogger("mmserve.server")
@@ -88,7 +89,8 @@ class Database:
     Open from construction, which brings the schema up to date; raises `CannotStoreError`.
     """
 
-    def __init__(self, folder: Path, url: str | None = None) -> None:
+    def __init__(self, folder: Path, url: str | None = None, faults: Faults = NO_FAULTS) -> None:
+        self._faults = faults
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -172,6 +174,7 @@ class Database:
 
     def _commit(self, orders: list[_Order]) -> None:
         if orders:
+            self._faults.at("journal.commit")
             with self._engine.begin() as connection:
                 for order in orders:
                     order.change(connection)

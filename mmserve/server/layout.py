@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from mmserve.errors import ContextLengthExceededError, RequestError, TooManyImagesError
 from mmserve.prompt import Prompt
+from mmserve.server.deadline import Deadline
 from mmserve.server.engine_face import EngineFace, Generation
 from mmserve.server.history import History, render
 from mmserve.server.responses_request import ResponseRequest
@@ -21,9 +22,9 @@ HINT = "With 'session_policy' or 'truncation': 'auto' it would go on without its
 class Layout:
     """Prompts of one request."""
 
-    def __init__(self, engine: EngineFace, request: ResponseRequest) -> None:
+    def __init__(self, engine: EngineFace, request: ResponseRequest, deadline: Deadline) -> None:
         self._engine = engine
-        self._request = request
+        self._request, self._deadline = request, deadline
 
     async def count(self, history: History) -> Prompt:
         """The prompt that `submit` would try first."""
@@ -104,8 +105,9 @@ class Layout:
 
     async def _prepare(self, history: History) -> Prompt:
         request = self._request
-        return await self._engine.prepare(
+        preparing = self._engine.prepare(
             await render(history, request.instructions),
             tools=request.calling.described,
             constraint=None if request.prefill else request.params.constraint,
         )
+        return await self._deadline.bound(preparing)

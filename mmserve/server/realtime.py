@@ -18,6 +18,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from mmserve.errors import RequestError, TooManyImagesError
 from mmserve.prompt import Message, TextPart
 from mmserve.server.content import ImageRef
+from mmserve.server.deadline import Deadline
 from mmserve.server.errors import RateLimitError, error_object, internal_error
 from mmserve.server.event_log import EventLog, LogEvictedError
 from mmserve.server.fields import Fields
@@ -32,9 +33,9 @@ from mmserve.server.responder import LOG_BYTES
 from mmserve.server.responses_request import MAX_ID, InputItem, parse_item
 from mmserve.server.sampling import MAX_INT, check_model
 from mmserve.server.services import Services, owner_of, services_of
-from mmserve.server.sockets import SlowReaderError, SocketSession, deny, run_admitted
+from mmserve.server.sockets import SocketSession, deny, run_admitted
 from mmserve.server.transcript import Transcript
-from mmserve.server.wire import cancel, loads, new_id
+from mmserve.server.wire import SlowReaderError, cancel, loads, new_id
 
 MAX_EVENT_ID = 512  # characters
 AUDIO = ("input_audio_buffer.", "output_audio_buffer.")
@@ -236,7 +237,9 @@ class RealtimeSession(SocketSession):
             raise RateLimitError(f"This socket may have {limit} running responses.")
         if wish.writes:
             self._stop_ahead()  # this one computes it now
+        deadline = Deadline.of({}, services.config.max_request_s)
         started, dropped, id = await self._start(wish)
+        started = started._replace(generation=deadline.bind(started.generation))
         transcript = Transcript(id, {}, calling=wish.settings.calling)
         reply = Reply(
             transcript,

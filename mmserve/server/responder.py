@@ -12,6 +12,7 @@ from dataclasses import replace
 from mmserve.errors import RequestError, TooManyImagesError
 from mmserve.prompt import Prompt, TextPart
 from mmserve.server.content import ImageRef
+from mmserve.server.deadline import Deadline
 from mmserve.server.engine_face import Generation
 from mmserve.server.errors import (
     NotFoundError,
@@ -115,9 +116,12 @@ class Responder:
         """The prompt this request would make; nothing is stored."""
         parent = self._parent(request.previous_response_id)
         items = await self._items(request, store=False)
-        return await self._layout(request).count(_history(parent, request).add(items))
+        layout = Layout(self._services.engine, request, Deadline(None))
+        return await layout.count(_history(parent, request).add(items))
 
-    async def start(self, request: ResponseRequest, *, grace_s: float | None) -> Turn:
+    async def start(
+        self, request: ResponseRequest, deadline: Deadline, *, grace_s: float | None
+    ) -> Turn:
         """Check everything, submit, and return the turn with its running job."""
         self._services.check_ready()
         parent = self._parent(request.previous_response_id)
@@ -126,7 +130,8 @@ class Responder:
         id = new_id("resp")
         # What was not to be stored must not reach the disk as the history of what is.
         durable = request.store and (parent is None or parent.durable)
-        generation, laid = await self._layout(request).submit(id, history, durable=durable)
+        layout = Layout(self._services.engine, request, deadline)
+        generation, laid = await layout.submit(id, history, durable=durable)
         if parent is not None:
             parent.continued = True
         turn = Turn(id, self._owner, laid.new, parent, prefill=request.prefill, durable=durable)
@@ -135,7 +140,7 @@ class Responder:
             turn.root = None if parent is None else parent.conversation
             turn.parent, turn.base = None, laid.before
         cuts = [] if laid is history else [Cut(history, laid)]
-        job = self._run(turn, request, generation, grace_s, laid, cuts)
+        job = self._run(turn, request, deadline.bind(generation), grace_s, laid, cuts)
         if request.store:
             await self._keep(turn, job)
         else:
@@ -152,9 +157,6 @@ class Responder:
         except StorageUnavailableError:
             job.cancel()
             raise
-
-    def _layout(self, request: ResponseRequest) -> Layout:
-        return Layout(self._services.engine, request)
 
     def _run(
         self,

@@ -5,13 +5,14 @@ Owns the routes. Generations are jobs; a stream only tails a job's log.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from mmserve.errors import RequestError
+from mmserve.server.deadline import Deadline
 from mmserve.server.errors import ResponseNotActiveError
 from mmserve.server.event_log import LogEvictedError
 from mmserve.server.fields import parse_body
@@ -26,12 +27,16 @@ IMAGE_URLS = "message.input_image.image_url"
 MAX_PAGE = 100
 
 
-async def _frames(tail: Tail) -> AsyncGenerator[bytes, None]:
+async def _frames(tail: Tail, on_slow: Callable[[], None]) -> AsyncGenerator[bytes, None]:
     last = -1
     try:
         async for event in tail.events():
             last = event.sequence_number
             yield sse(event.data, event.type)
+    except LogEvictedError as error:
+        on_slow()
+        flat = {"code": "reader_too_slow", "message": error.message, "param": None}
+        yield sse(dumps({"type": "error", "sequence_number": last + 1, **flat}), "error")
     except RequestError as error:
         flat = {"code": error.code, "message": error.message, "param": error.param}
         event_json = {"type": "error", "sequence_number": last + 1, **flat}
@@ -39,7 +44,8 @@ async def _frames(tail: Tail) -> AsyncGenerator[bytes, None]:
 
 
 def _stream(tail: Tail, services: Services) -> Response:
-    return EventStream(_frames(tail), services.config.heartbeat_s, tail.close)
+    limits = services.stream_limits
+    return EventStream(_frames(tail, limits.on_slow), limits, tail.close)
 
 
 async def _wait(turn: Turn, tail: Tail) -> Response:
@@ -55,16 +61,20 @@ async def create_response(request: Request) -> Response:
     """POST /v1/responses."""
     services = services_of(request)
     services.check_ready()
-    parsed = parse_response_request(parse_body(await request.body()), services.info)
+    body = parse_body(await request.body())
+    parsed = parse_response_request(body, services.info)
+    deadline = Deadline.of(body, services.config.max_request_s, request.headers)
     responder = Responder(services, owner_of(request))
-    return await while_connected(request, _create(responder, parsed, services))
+    return await while_connected(request, _create(responder, parsed, services, deadline))
 
 
-async def _create(responder: Responder, parsed: ResponseRequest, services: Services) -> Response:
+async def _create(
+    responder: Responder, parsed: ResponseRequest, services: Services, deadline: Deadline
+) -> Response:
     if parsed.background and not parsed.store:
         raise RequestError("'background' needs 'store'.", param="background")
     grace_s = None if parsed.background else 0.0
-    turn = await responder.start(parsed, grace_s=grace_s)
+    turn = await responder.start(parsed, deadline, grace_s=grace_s)
     assert turn.job is not None
     if parsed.stream:
         return _stream(turn.job.attach(), services)

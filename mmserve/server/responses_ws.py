@@ -17,6 +17,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mmserve.config import MIB
 from mmserve.errors import RequestError
+from mmserve.server.deadline import Deadline
 from mmserve.server.errors import ResponseNotActiveError, error_object, internal_error
 from mmserve.server.event_log import Event, LogEvictedError
 from mmserve.server.fields import Fields
@@ -24,9 +25,9 @@ from mmserve.server.lanes import Lanes
 from mmserve.server.responder import Responder
 from mmserve.server.responses_request import parse_response_request
 from mmserve.server.services import Services, owner_of
-from mmserve.server.sockets import SlowReaderError, SocketSession, run_admitted
+from mmserve.server.sockets import SocketSession, run_admitted
 from mmserve.server.store import Turn
-from mmserve.server.wire import dumps
+from mmserve.server.wire import SlowReaderError, dumps
 
 MAX_LANE_NAME = 256  # characters
 LOCAL_TURNS, LOCAL_BYTES = 256, 64 * MIB  # `store: false` turns a connection may continue
@@ -153,7 +154,8 @@ class Session(SocketSession):
         body.pop("background", None)
         request = parse_response_request(body, self.services.info)
         grace_s = self.services.config.grace_s if request.store else 0.0
-        turn = await self._responder.start(request, grace_s=grace_s)
+        deadline = Deadline.of(body, self.services.config.max_request_s)
+        turn = await self._responder.start(request, deadline, grace_s=grace_s)
         assert turn.job is not None
         tail = turn.job.attach()
         try:

@@ -25,6 +25,12 @@ class ServerMetrics:
             "Event streams continued after a given sequence number.",
             registry=self._registry,
         )
+        self.slow_readers = Counter(
+            "mmserve:slow_readers",
+            "Connections let go because nobody read what was asked for, by kind.",
+            ("kind",),
+            registry=self._registry,
+        )
         self.stored_responses = Gauge(
             "mmserve:stored_responses", "Responses in the store.", registry=self._registry
         )

@@ -6,6 +6,7 @@ Also who is asking: `owner_of` names the key behind a request without holding th
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -18,18 +19,27 @@ from mmserve.errors import EngineUnavailableError, ModelLoadingError, ShuttingDo
 from mmserve.server.blobs import BlobStore
 from mmserve.server.engine_face import EngineFace, ModelInfo
 from mmserve.server.journal import Journal
+from mmserve.server.wire import StreamLimits
 
 if TYPE_CHECKING:
+    from mmserve.server.chat import Completion
     from mmserve.server.files import FileStore
     from mmserve.server.image_fetch import ImageFetcher
     from mmserve.server.image_keeper import ImageKeeper
     from mmserve.server.job import Job
     from mmserve.server.kv_feed import KVFeed
+    from mmserve.server.memory_guard import MemoryGuard
     from mmserve.server.server_metrics import ServerMetrics
     from mmserve.server.store import ResponseStore, Turn
 
 
 log = logging.getLogger("mmserve.server")
+
+STOP_S = 5.0  # for stopped generations to end
+UNAVAILABLE = {
+    "restarting": "The engine is being started anew.",
+    "stalled": "The engine does not get on with its work.",
+}
 
 
 @dataclass
@@ -46,9 +56,11 @@ class Services:
     images: ImageKeeper
     kv_feed: KVFeed
     fetcher: ImageFetcher
+    memory: MemoryGuard
     draining: bool = False
     started: asyncio.Future[None] | None = None  # the engine's start, once the server runs
     jobs: set[Job] = field(default_factory=set)  # running
+    chats: set[Completion] = field(default_factory=set)  # running
     background: set[asyncio.Task[None]] = field(default_factory=set)  # nobody waits for these
     sockets: dict[str, int] = field(default_factory=dict)  # open WebSockets by owner
 
@@ -76,8 +88,27 @@ class Services:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("work in the background failed", exc_info=error)
 
+    @property
+    def stream_limits(self) -> StreamLimits:
+        config, slow = self.config, self.metrics.slow_readers.labels("stream").inc
+        return StreamLimits(config.heartbeat_s, config.slow_reader_s, slow)
+
+    @property
+    def num_running(self) -> int:
+        """Generations, and responses that are not kept yet."""
+        return max(self.engine.num_running, len(self.jobs))
+
+    async def stop_jobs(self) -> None:
+        """End what still runs, keeping what it has made, and wait for that a while."""
+        for chat in list(self.chats):
+            chat.close()
+        for job in list(self.jobs):
+            job.stop()
+        if waits := [asyncio.ensure_future(job.wait()) for job in self.jobs]:
+            await asyncio.wait(waits, timeout=STOP_S)
+
     def status(self) -> str:
-        """loading | ok | draining | dead."""
+        """loading | ok | restarting | stalled | draining | dead."""
         return "draining" if self.draining else self.engine.status
 
     def check_ready(self) -> None:
@@ -88,7 +119,15 @@ class Services:
         if status == "draining":
             raise ShuttingDownError("The server is shutting down.")
         if status != "ok":
-            raise EngineUnavailableError("The engine has stopped.")
+            raise EngineUnavailableError(UNAVAILABLE.get(status, "The engine has stopped."))
+        self.memory.check()
+
+    def shrink(self) -> None:
+        """Give back memory that is held only to save work."""
+        self.responses.forget_logs()
+        if self.engine.status == "ok":
+            self.engine.shrink()
+        gc.collect()
 
 
 def services_of(connection: HTTPConnection) -> Services:

@@ -19,18 +19,13 @@ from mmserve.server.auth import chosen_subprotocol
 from mmserve.server.errors import InvalidJSONError, RateLimitError, error_response
 from mmserve.server.fields import parse_body
 from mmserve.server.services import Services, owner_of, services_of
-from mmserve.server.wire import dumps, encode
+from mmserve.server.wire import SlowReaderError, dumps, encode
 
-SOCKETS_PER_OWNER = 64
 BAD_FRAMES = 10  # malformed ones in a row before the socket is closed
-SEND_TIMEOUT_S = 10.0  # a reader that takes nothing for so long is let go
+TOO_SLOW = "the reader is too slow"
 CLOSE_TIMEOUT_S = 1.0
 
 log = logging.getLogger("mmserve.server")
-
-
-class SlowReaderError(Exception):
-    """The peer does not read what it asked for."""
 
 
 class SocketSession:
@@ -42,6 +37,7 @@ class SocketSession:
         self._socket = socket
         self._sending = asyncio.Lock()
         self._close_code: int | None = None
+        self._close_reason = ""
         self._closing = asyncio.Event()
         self._bad_frames = 0
 
@@ -70,12 +66,13 @@ class SocketSession:
         if self._close_code is not None:
             # A peer that does not read cannot be told; the protocol then drops the connection.
             with contextlib.suppress(asyncio.TimeoutError, WebSocketDisconnect, RuntimeError):
-                await asyncio.wait_for(self._socket.close(self._close_code), CLOSE_TIMEOUT_S)
+                closing_frame = self._socket.close(self._close_code, self._close_reason)
+                await asyncio.wait_for(closing_frame, CLOSE_TIMEOUT_S)
 
-    def close(self, code: int | None) -> None:
+    def close(self, code: int | None, reason: str = "") -> None:
         """End the session; None: the socket is gone already. The first code counts."""
         if self._close_code is None:
-            self._close_code = code
+            self._close_code, self._close_reason = code, reason
         self._closing.set()
 
     async def _receive(self) -> None:
@@ -91,10 +88,15 @@ class SocketSession:
         except WebSocketDisconnect:
             return
         except SlowReaderError:
-            self.close(1013)
+            self._give_up()
         except Exception:
             log.exception("a socket failed")
             self.close(1011)
+
+    def _give_up(self) -> None:
+        if self._close_code is None:
+            self.services.metrics.slow_readers.labels("socket").inc()
+        self.close(1013, TOO_SLOW)
 
     async def _take(self, text: str) -> None:
         body: dict[str, Any] | None = None
@@ -117,7 +119,9 @@ class SocketSession:
             text = encode(text).decode()  # half a surrogate pair, sent back in an error
         try:
             async with self._sending:
-                await asyncio.wait_for(self._socket.send_text(text), SEND_TIMEOUT_S)
+                await asyncio.wait_for(
+                    self._socket.send_text(text), self.services.config.slow_reader_s
+                )
         except asyncio.TimeoutError:
             raise SlowReaderError from None
 
@@ -126,7 +130,7 @@ class SocketSession:
         try:
             await work
         except SlowReaderError:
-            self.close(1013)
+            self._give_up()
         except (WebSocketDisconnect, RuntimeError):
             self.close(None)  # the socket is gone; the receiver learns it too
         except Exception:
@@ -139,8 +143,9 @@ async def run_admitted(
 ) -> None:
     """Accept and run a socket, unless its key has too many."""
     services, owner = services_of(socket), owner_of(socket)
-    if services.sockets.get(owner, 0) >= SOCKETS_PER_OWNER:
-        return await deny(socket, RateLimitError(f"A key may have {SOCKETS_PER_OWNER} sockets."))
+    limit = services.config.sockets_per_key
+    if services.sockets.get(owner, 0) >= limit:
+        return await deny(socket, RateLimitError(f"A key may have {limit} sockets."))
     services.sockets[owner] = services.sockets.get(owner, 0) + 1
     services.metrics.sockets.inc()
     try:

@@ -257,6 +257,11 @@ class ResponseStore:
         while self._log_bytes > LOG_BUDGET:
             self._forget_log(next(iter(self._logs)))
 
+    def forget_logs(self) -> None:
+        """Of what has ended: it can still be retrieved, and no longer resumed."""
+        while self._logs:
+            self._forget_log(next(iter(self._logs)))
+
     def _forget_log(self, id: str) -> None:
         turn = self._logs.pop(id, None)
         if turn is not None and turn.job is not None:

@@ -51,7 +51,7 @@ class Transcript:
     """One response as it grows. `head` holds the fields that never change.
 
     What is said is one message, and each call after it an item of its own; a prefill makes none.
-    `cancelled` tells a user's abort from the server's.
+    `cancelled` tells a user's abort from others', `interrupted` that of a server which stops.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Transcript:
         self.message_id = new_id("msg")
         self.call_ids: list[str] = []  # of the items, not `Call.id`
         self.answer = Answer(calling.parser())
-        self.cancelled = False
+        self.cancelled = self.interrupted = False
         self.status = "in_progress"
         self._head = head
         self._prefill = prefill
@@ -128,9 +128,7 @@ class Transcript:
             "status": self.status,
             "completed_at": self._completed_at,
             "error": self._error(),
-            "incomplete_details": (
-                {"reason": "max_output_tokens"} if self.status == "incomplete" else None
-            ),
+            "incomplete_details": self._incomplete(),
             "output": self._output(),
             "usage": usage_json(answer) if ended else None,
             "timings": timings_json(answer.timings, answer.usage) if ended else None,
@@ -146,6 +144,12 @@ class Transcript:
         images = session["dropped_images"] + usage.dropped_images
         return {**session, "dropped_tokens": tokens, "dropped_images": images}
 
+    def _incomplete(self) -> dict[str, str] | None:
+        if self.status != "incomplete":
+            return None
+        cut = self.answer.finish_reason is FinishReason.LENGTH
+        return {"reason": "max_output_tokens" if cut else "server_shutdown"}
+
     def _error(self) -> dict[str, Any] | None:
         if self.status != "failed":
             return None
@@ -153,7 +157,7 @@ class Transcript:
             message = "The generation was stopped by the server."
         else:
             message = self.answer.error or "The generation ended with an internal error."
-        return {"code": "server_error", "message": message}
+        return {"code": self.answer.code or "server_error", "message": message}
 
     # The events
 
@@ -225,10 +229,17 @@ class Transcript:
         log.append("response.content_part.done", {**self._place, "part": part})
         log.append("response.output_item.done", {"output_index": 0, "item": self.item()})
 
+    @property
+    def _can_go_on(self) -> bool:
+        """Whether a part of it is worth keeping: text is, half a call is not."""
+        return self._opened and bool(self.answer.text) and not self.answer.calls
+
     def _final_status(self) -> str:
         reason = self.answer.finish_reason
         if self.cancelled and reason in (FinishReason.ABORT, None):
             return "cancelled"
+        if self.interrupted and reason is FinishReason.ABORT and self._can_go_on:
+            return "incomplete"
         if reason is FinishReason.STOP or (self._prefill and reason is FinishReason.LENGTH):
             return "completed"
         return "incomplete" if reason is FinishReason.LENGTH else "failed"
@@ -248,7 +259,8 @@ class Transcript:
     def fail(self, message: str) -> None:
         """After `end`: the response could not be brought to its end after all."""
         self.status, self._completed_at = "failed", None
-        self.answer.finish_reason, self.answer.error = FinishReason.ERROR, message
+        self.answer.finish_reason = FinishReason.ERROR
+        self.answer.error, self.answer.code = message, None
 
     def conclude(self, log: EventLog) -> None:
         """Log the terminal event."""

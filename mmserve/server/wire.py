@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -68,6 +68,10 @@ class ClientGoneError(Exception):
     """The client closed the connection before the answer."""
 
 
+class SlowReaderError(Exception):
+    """The peer does not read what it asked for."""
+
+
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -96,17 +100,30 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class StreamLimits(NamedTuple):
+    """Seconds of silence before a comment fills it, and of a reader that takes nothing before it is
+    let go; `on_slow` is told then."""
+
+    heartbeat_s: float
+    slow_s: float
+    on_slow: Callable[[], None]
+
+
+DROP = "mmserve.drop"  # in a scope: cuts the connection, whatever has not been sent yet
+
+
 class EventStream(Response):
     """Server-sent events: ends with its source, closes the source when the client leaves.
 
-    `frames` yields whole encoded events; comments fill silences of `heartbeat_s` seconds.
+    `frames` yields whole encoded events. One is asked for when the one before has been taken, so
+    that what waits for a slow reader is bounded by its source.
     `on_close` is called once however this ends, even before the first frame was asked for.
     """
 
     def __init__(
         self,
         frames: AsyncGenerator[bytes, None],
-        heartbeat_s: float,
+        limits: StreamLimits,
         on_close: Callable[[], None],
     ) -> None:
         self.status_code = 200
@@ -121,13 +138,20 @@ class EventStream(Response):
         )
         del self.headers["content-length"]
         self._frames = frames
-        self._heartbeat_s = heartbeat_s
+        self._limits = limits
         self._on_close = on_close
         self._last = 0.0
+        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._serve(receive, send)
+        except SlowReaderError:
+            self._limits.on_slow()
+            self._on_close()
+            scope.get(DROP, lambda: None)()
+            await _gone(receive)
+            raise ClientGoneError from None
         finally:
             self._on_close()
 
@@ -136,10 +160,13 @@ class EventStream(Response):
         pump = asyncio.ensure_future(self._pump(send))
         heart = asyncio.ensure_future(self._beat(send))
         gone = asyncio.ensure_future(_gone(receive))
+        slow = asyncio.ensure_future(self._until_slow())
         try:
-            await asyncio.wait((pump, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((pump, gone, slow), return_when=asyncio.FIRST_COMPLETED)
+            if slow.done():
+                raise SlowReaderError
         finally:
-            await cancel(heart, gone)
+            await cancel(heart, gone, slow)
             if not pump.done():
                 await cancel(pump)
         if not pump.cancelled():
@@ -151,15 +178,23 @@ class EventStream(Response):
         async with aclosing(self._frames):
             async for frame in self._frames:
                 self._last = loop.time()
+                self._sending_since = self._last
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
+                self._sending_since = None
+
+    async def _until_slow(self) -> None:
+        """Ends when one frame has waited for too long."""
+        loop, slow_s = asyncio.get_running_loop(), self._limits.slow_s
+        while self._sending_since is None or loop.time() - self._sending_since < slow_s:
+            await asyncio.sleep(slow_s / 2)
 
     async def _beat(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
         self._last = loop.time()
         while True:
             quiet = loop.time() - self._last
-            if quiet >= self._heartbeat_s:
+            if quiet >= self._limits.heartbeat_s:
                 self._last = loop.time()
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
             else:
-                await asyncio.sleep(self._heartbeat_s - quiet)
+                await asyncio.sleep(self._limits.heartbeat_s - quiet)

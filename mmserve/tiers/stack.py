@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, Protocol
 
+from mmserve.faults import NO_FAULTS, Faults
 from mmserve.kvfile.header import KVFileError, KVMismatchError
 from mmserve.tiers.books import Ledger
 from mmserve.tiers.disk import Folder, from_bytes, scan
@@ -99,9 +100,10 @@ class TierStack:
         folder: Folder | None = None,
         store: ObjectStore | None = None,
         pinned: bool = False,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         """Raises `OSError` where the folder cannot be read."""
-        self.owner, self.pinned = owner, pinned
+        self.owner, self.pinned, self._faults = owner, pinned, faults
         self._watch, self._folder, self._store = watch, folder, store
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
@@ -207,6 +209,7 @@ class TierStack:
         while (item := self._jobs.get()) is not None:
             try:
                 item.done.synchronize()
+                self._faults.at("tier.write")
                 self._write(item)
             except Exception:  # whatever it is, the next one may be written
                 logger.warning("an object of KV could not be written", exc_info=True)
@@ -291,6 +294,7 @@ class TierStack:
         sources = ((self._read_file, self._forget_file), (self._download, self._forget_remote))
         for read, forget in () if item else sources:
             try:
+                self._faults.at("tier.read")
                 item = item or read(name)
             except KVFileError as error:
                 other = isinstance(error, KVMismatchError)

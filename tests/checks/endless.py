@@ -30,7 +30,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig
-from mmserve.engine.async_engine import build_engine
+from mmserve.engine.build_engine import build_engine
 from mmserve.engine.engine import Engine
 from mmserve.request import (
     ImageSegment,

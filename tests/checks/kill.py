@@ -1,10 +1,11 @@
 """`kill -9` at random moments under load: nothing that was acknowledged is lost.
 
-A server over the fake engine is killed and started anew over one folder. After each start the
+A server over the fake engine is killed (or, gently, told to end by SIGTERM) and started anew over
+one folder. After each start the
 database is sound, every acknowledged answer and file is there, what was deleted is not, a response
 that was being written is whole or has failed, and any turn asked again gives the answer it gave.
 
-Run: python tests/checks/kill.py [--kills 50] [--seed 0]
+Run: python tests/checks/kill.py [--kills 50] [--seed 0] [--gently]
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import base64
 import json
 import random
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -61,6 +63,20 @@ def mortal(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.stdout.close()
 
 
+class Leaving(Exception):
+    """The server has said that it is about to end."""
+
+
+def granted(answer: httpx.Response) -> httpx.Response:
+    """Raises `Leaving`."""
+    if answer.status_code == 503:
+        answer.read()
+        assert answer.json()["error"]["code"] == "shutting_down", answer.text
+        raise Leaving
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
 class User:
     """Talks, uploads and deletes until the server is gone."""
 
@@ -76,7 +92,7 @@ class User:
             try:
                 while True:
                     self._act()
-            except (httpx.NetworkError, httpx.RemoteProtocolError):  # killed
+            except (httpx.NetworkError, httpx.RemoteProtocolError, Leaving):  # killed, or told
                 return
 
     def _act(self) -> None:
@@ -93,15 +109,13 @@ class User:
     def _upload(self) -> None:
         data = PNG + self._random.randbytes(self._random.choice((10, 10_000, 300_000)))
         upload = {"file": ("x.png", data)}
-        answer = self._client.post("/v1/files", files=upload, data={"purpose": "vision"})
-        assert answer.status_code == 200, answer.text
+        answer = granted(self._client.post("/v1/files", files=upload, data={"purpose": "vision"}))
         self._told.files[answer.json()["id"]] = data
         self._uploads.append(answer.json()["id"])
 
     def _delete(self, path: str) -> None:
         self._told.in_doubt.add(path)
-        answer = self._client.delete(path)
-        assert answer.status_code == 200, answer.text
+        granted(self._client.delete(path))
         self._told.deleted.add(path)
 
     def _ask(self) -> None:
@@ -115,11 +129,10 @@ class User:
         question = [{"role": "user", "content": content}]
         body = request(parent, question)
         if self._random.random() < 0.5:
-            answer = self._client.post("/v1/responses", json=body)
-            assert answer.status_code == 200, answer.text
-            self._note(answer.json(), parent, question)
-            return
+            answer = granted(self._client.post("/v1/responses", json=body))
+            return self._note(answer.json(), parent, question)
         with self._client.stream("POST", "/v1/responses", json={**body, "stream": True}) as lines:
+            granted(lines)
             for line in lines.iter_lines():
                 event: dict[str, Any] = {"type": None}
                 if line.startswith("data: {"):
@@ -146,7 +159,7 @@ def text_of(response: dict[str, Any]) -> str:
     return text
 
 
-def live(folder: Path, told: Told, rng: random.Random) -> None:
+def live(folder: Path, told: Told, rng: random.Random, *, gently: bool) -> None:
     """One life of a server: everything told before still holds; then load, and a kill."""
     with mortal(folder) as (process, url):
         check(url, told, rng)
@@ -155,6 +168,9 @@ def live(folder: Path, told: Told, rng: random.Random) -> None:
         for thread in threads:
             thread.start()
         time.sleep(rng.uniform(0.02, 1.0))
+        if gently:
+            process.terminate()
+            assert process.wait() == -signal.SIGTERM, "it did not end as it was told"
         process.kill()
         for thread in threads:
             thread.join()
@@ -196,11 +212,11 @@ def check_conversations(client: httpx.Client, told: Told, rng: random.Random) ->
             assert text_of(answer.json()) == text, f"{id} has another history"
 
 
-def run(folder: Path, kills: int, seed: int) -> Told:
+def run(folder: Path, kills: int, seed: int, *, gently: bool = False) -> Told:
     """Kill so many servers; the last check is of what the last of them told."""
     told, rng = Told(), random.Random(seed)
     for _ in range(kills):
-        live(folder, told, rng)
+        live(folder, told, rng, gently=gently)
     with mortal(folder) as (_, url):
         check(url, told, rng)
     check_database(folder)
@@ -211,9 +227,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gently", action="store_true", help="by SIGTERM")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        told = run(Path(folder), args.kills, args.seed)
+        told = run(Path(folder), args.kills, args.seed, gently=args.gently)
     cut = len(told.begun - set(told.answers))
     print(
         f"{args.kills} kills: {len(told.answers)} answers, {len(told.files)} files and "

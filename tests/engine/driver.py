@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmserve.engine.engine import Engine
+from mmserve.engine.figures import describe
 from mmserve.engine.model_runner import Logits
 from mmserve.request import (
     ImageInput,
@@ -103,7 +104,7 @@ class Driver:
             if not self.engine.has_work:
                 return
             self.step()
-        raise AssertionError(f"no end in sight: {self.engine.describe()}")
+        raise AssertionError(f"no end in sight: {describe(self.engine.scheduler)}")
 
     def ask(self, *segments: Segment, params: SamplingParams = GREEDY) -> list[int]:
         """Submit, run to the end; the tokens."""

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from mmserve.config import EngineConfig, ModelConfig
-from mmserve.engine.async_engine import AsyncEngine, build_engine
+from mmserve.engine.async_engine import AsyncEngine
+from mmserve.engine.build_engine import build_engine
 from mmserve.engine.model_info import ModelInfo
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.request import SamplingParams

@@ -43,7 +43,7 @@ def test_a_file_that_is_refused_is_counted(tmp_path: Path) -> None:
     d = Driver(build_tiny(tiny_config()))
     (tmp_path / "a.kv").write_bytes(b"nothing")
     with pytest.raises(KVFileError):
-        d.engine.load_kv(tmp_path / "a.kv")
+        d.engine.kv.put(d.engine.read_kv(tmp_path / "a.kv"))
     assert figure(d, "kv_refusals_total", source="file", reason="damaged") == 1
 
 

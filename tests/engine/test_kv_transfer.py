@@ -82,10 +82,10 @@ def test_a_fresh_engine_goes_on_from_a_file_with_the_same_tokens(
     for talk in TALKS:
         assert talk(source) in expected
         again.append(cached(source))
-    source.engine.save_kv(tmp_path / "a.kv")
+    write_file(tmp_path / "a.kv", source.engine.collect_kv())
 
     d = driver(model())
-    placed = d.engine.load_kv(tmp_path / "a.kv")
+    placed = d.engine.kv.put(d.engine.read_kv(tmp_path / "a.kv"))
     d.engine.scheduler.check_invariants()
     d.assert_idle()
     assert placed.images == Part(new=3) and placed.text.new > 0 == placed.text.left_out
@@ -114,10 +114,10 @@ def test_public_families_go_on_from_a_file(
     cases = CASES if name in families.VISION else [("A text that is long enough for pages. ",)]
     source = serve(folder, mode)
     expected = [ask(source, case)[0] for case in cases]
-    source.engine.save_kv(tmp_path / "a.kv")
+    write_file(tmp_path / "a.kv", source.engine.collect_kv())
 
     d = serve(folder, mode)
-    d.engine.load_kv(tmp_path / "a.kv")
+    d.engine.kv.put(d.engine.read_kv(tmp_path / "a.kv"))
     for case, tokens in zip(cases, expected, strict=True):
         assert ask(d, case)[0] == tokens
         found, _, misses = cached(d)
@@ -130,10 +130,10 @@ def test_what_goes_in_comes_out_bit_for_bit(model: Callable[[], Any], tmp_path: 
     source = driver(model())
     for talk in TALKS:
         talk(source)
-    source.engine.save_kv(tmp_path / "a.kv")
+    write_file(tmp_path / "a.kv", source.engine.collect_kv())
     d = driver(model())
-    d.engine.load_kv(tmp_path / "a.kv")
-    d.engine.save_kv(tmp_path / "b.kv")
+    d.engine.kv.put(d.engine.read_kv(tmp_path / "a.kv"))
+    write_file(tmp_path / "b.kv", d.engine.collect_kv())
     one, two = read_file(tmp_path / "a.kv"), read_file(tmp_path / "b.kv")
     assert [image.key for image in two.header.images] == [image.key for image in one.header.images]
     sums = [sorted(file.header.checksums.values()) for file in (one, two)]
@@ -247,12 +247,12 @@ def test_a_file_written_while_steps_are_in_the_air_holds_what_is_computed(tmp_pa
     for _ in range(4):
         source.step()
     assert 0 < len(source.tokens(request)) < 8
-    source.engine.save_kv(tmp_path / "a.kv")
+    write_file(tmp_path / "a.kv", source.engine.collect_kv())
     source.run()
     tokens = source.tokens(request)
 
     d = build_driver()
-    d.engine.load_kv(tmp_path / "a.kv")
+    d.engine.kv.put(d.engine.read_kv(tmp_path / "a.kv"))
     assert elsewhere(d) == expected
     assert d.ask(words(1, 50), d.image(A), words(2, 30)) == tokens
     assert cached(d) == (84, 1, 0) and d.counts() == (0, 0, 0)
@@ -291,12 +291,12 @@ def test_an_engine_without_a_prefix_cache_takes_images_alone() -> None:
 def test_a_file_of_other_weights_is_refused_and_all_is_computed(tmp_path: Path) -> None:
     source = build_driver()
     expected = first(source)
-    source.engine.save_kv(tmp_path / "a.kv")
+    write_file(tmp_path / "a.kv", source.engine.collect_kv())
     model = tiny_model()
     model.spec.weights_id = bytes([1] * 32)
     d = driver(model)
     with pytest.raises(KVMismatchError) as refused:
-        d.engine.load_kv(tmp_path / "a.kv")
+        d.engine.kv.put(d.engine.read_kv(tmp_path / "a.kv"))
     assert refused.value.field == "weights"
     assert first(d) == expected
     assert d.counts()[0] == 2

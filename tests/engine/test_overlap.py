@@ -103,7 +103,7 @@ def run(d: Driver, asks: list[Ask], stagger: int) -> list[str]:
                 d.abort(request)
         step(d)
         steps += 1
-        assert steps < 5000, d.engine.describe()
+        assert steps < 5000, figures.describe(d.engine.scheduler)
     d.assert_idle()
     return ids
 

@@ -8,13 +8,12 @@ are UTF-8 bytes, an image is `IMAGE_TOKENS` tokens.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import re
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +124,7 @@ class FakeGeneration:
         """Wait until word number `word` may be said; True when aborted meanwhile."""
         await asyncio.sleep(0)  # readers hear each word before the next
         while self._engine.holds(self.id, word) and not self._aborted.is_set():
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._aborted.wait(), LOOK_S)
+            await asyncio.sleep(LOOK_S)
         return self._aborted.is_set()
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
@@ -153,7 +151,8 @@ class FakeGeneration:
                 return
             broken = self._engine.broken
             if "crash" in word or (broken is not None and self.id.startswith(broken)):
-                yield self._end(FinishReason.ERROR, count, "the engine tripped")
+                event = self._end(FinishReason.ERROR, count, "the engine tripped")
+                yield replace(event, code=self._engine.ending)
                 return
             logprobs: tuple[TokenLogprob, ...] = ()
             if self._params.logprobs is not None:
@@ -180,6 +179,9 @@ class FakeEngine:
     summary: str = "they met"
     script: str | None = None
     queue_full: bool = False
+    ending: str | None = None  # the code of what fails
+    gone: str | None = None  # why it can never compute again
+    num_shrunk: int = 0
     num_prepared: int = 0
     running: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
@@ -198,6 +200,19 @@ class FakeEngine:
 
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
+
+    async def lost(self) -> str:
+        while self.gone is None:
+            await asyncio.sleep(10 * LOOK_S)
+        self.status = "dead"
+        return self.gone
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    def shrink(self) -> None:
+        self.num_shrunk += 1
 
     def _image(self, part: ImagePart) -> ImageSegment:
         limits = self.info.image_limits

@@ -189,7 +189,8 @@ def test_running_responses_are_stopped_at_the_end() -> None:
         assert engine.running == {id}
         turn = app.state.services.responses.get(id, Keys_owner("k"))
     assert not engine.running
-    assert turn.response["status"] == "failed"
+    assert turn.response["status"] == "incomplete"
+    assert turn.response["incomplete_details"] == {"reason": "server_shutdown"}
 
 
 def Keys_owner(key: str) -> str:
@@ -238,12 +239,9 @@ def own_process(fail: bool) -> Iterator[subprocess.Popen[str]]:
 
 
 def refuses(url: str) -> bool:
-    """Whether nobody takes new connections there any more."""
-    try:
-        httpx.get(f"{url}/health", timeout=PATIENCE_S)
-    except httpx.TransportError:
-        return True
-    return False
+    """Whether nothing new is taken any more; it is still answered."""
+    said: dict[str, str] = httpx.get(f"{url}/health", timeout=PATIENCE_S).json()
+    return said == {"status": "draining"}
 
 
 def test_a_term_signal_lets_running_answers_end() -> None:

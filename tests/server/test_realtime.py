@@ -12,7 +12,7 @@ from websockets.sync.client import connect
 
 from mmserve.config import ImageLimits
 from mmserve.prompt import ImagePart, Message, TextPart, TokensPart
-from mmserve.server import realtime_items, sockets
+from mmserve.server import realtime_items
 from mmserve.tools import HERMES
 from tests.server.conftest import KEY, PATIENCE_S, Running, data_url, eventually, png
 from tests.server.fake_engine import FakeEngine, FakeInfo, encode
@@ -665,10 +665,8 @@ def test_a_refused_handshake_has_its_status(
     assert refused.value.response.status_code == status
 
 
-def test_sockets_of_both_surfaces_count_together(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sockets, "SOCKETS_PER_OWNER", 1)
+def test_sockets_of_both_surfaces_count_together(launch: Callable[..., Running]) -> None:
+    server = launch(sockets_per_key=1)
     with open_realtime(server):
         with pytest.raises(InvalidStatus) as refused, open_realtime(server):
             pass

@@ -13,7 +13,6 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from mmserve.server import sockets
 from tests.server.conftest import KEY, PATIENCE_S, Running, data_url, eventually, png
 from tests.server.proxy import CuttingProxy
 from tests.server.responses_client import (
@@ -309,8 +308,8 @@ def test_huge_frame_closes_1009(launch: Callable[..., Any]) -> None:
         assert until_end(ws)[-1]["type"] == "response.completed"
 
 
-def test_slow_reader_loses_no_text(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "SEND_TIMEOUT_S", 2 * PATIENCE_S)
+def test_slow_reader_loses_no_text(launch: Callable[..., Any]) -> None:
+    server = launch(slow_reader_s=2 * PATIENCE_S)
     word, count = "x" * 2000 + " ", 1500  # more than the buffers between us hold
     server.engine.script = word * count
     with open_socket(server, max_queue=1, max_size=None) as ws:
@@ -324,10 +323,9 @@ def test_slow_reader_loses_no_text(server: Running, monkeypatch: pytest.MonkeyPa
 
 
 def test_reader_that_never_reads_is_closed_but_its_response_lives(
-    launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    launch: Callable[..., Any],
 ) -> None:
-    monkeypatch.setattr(sockets, "SEND_TIMEOUT_S", 0.3)
-    running = launch(max_log_events=100_000)
+    running = launch(max_log_events=100_000, slow_reader_s=0.3)
     running.engine.script = ("x" * 20_000 + " ") * 400
     with open_socket(running, max_queue=1, close_timeout=0.5) as ws:
         create(ws, "x")
@@ -336,6 +334,8 @@ def test_reader_that_never_reads_is_closed_but_its_response_lives(
     assert running.idle()
     response = running.openai().responses.retrieve(id)
     assert response.status == "completed"
+    shown = running.http().get("/metrics").text
+    assert 'mmserve:slow_readers_total{kind="socket"} 1.0' in shown
 
 
 def test_browser_keys_ride_in_the_subprotocol_and_never_come_back(server: Running) -> None:

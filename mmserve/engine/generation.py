@@ -1,0 +1,52 @@
+"""The events of one submitted request on their way to its reader.
+
+Owns how far a reader may fall behind. Knows nothing of engines, threads or what reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+from mmserve.request import FinishReason, TokenEvent
+
+MOST_BEHIND = 4096  # events that wait for a reader
+
+
+class Generation:
+    """For one reader, on one event loop. One that falls behind by `MOST_BEHIND` events is let go:
+    the request is aborted, and its last event says why."""
+
+    def __init__(self, id: str, abort: Callable[[str], None]) -> None:
+        self.id = id
+        self._abort = abort
+        self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        self._left_behind = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Events that nobody has read yet."""
+        return self._events.qsize()
+
+    def put(self, event: TokenEvent) -> None:
+        last = event.finish_reason is not None
+        if self.num_waiting >= MOST_BEHIND and not last:
+            self._left_behind = True
+            return self.abort()
+        if self._left_behind and last:
+            error = f"The reader is {MOST_BEHIND} events behind."
+            ended = FinishReason.ERROR
+            event = replace(event, finish_reason=ended, error=error, code="reader_too_slow")
+        self._events.put_nowait(event)
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        while True:
+            event = await self._events.get()
+            yield event
+            if event.finish_reason is not None:
+                return
+
+    def abort(self) -> None:
+        """Stop within one step; the last event then says ABORT. Harmless after the end."""
+        self._abort(self.id)
