@@ -177,7 +177,7 @@ def test_a_device_that_no_longer_computes_is_told_at_once() -> None:
 
 def test_a_step_that_stands_still_is_reported_and_forgiven_when_it_ends() -> None:
     async def test() -> None:
-        async with failing("engine.launch=hang", watchdog_s=0.2) as (engine, faults):
+        async with failing("engine.launch=hang", watchdog_s=1.5) as (engine, faults):
             made = await prompt(engine, "Hello")
             answer = asyncio.create_task(collect(engine.submit("slow", made, GREEDY)))
             await until(engine, "stalled")
@@ -204,7 +204,7 @@ def test_an_engine_that_turns_without_moving_starts_anew() -> None:
     """B13: whatever the scheduler cannot make up its mind about."""
 
     async def test() -> None:
-        async with failing("", watchdog_s=0.1) as (engine, _):
+        async with failing("", watchdog_s=1.0) as (engine, _):
             first = engine.engine
             first.scheduler.schedule = lambda drafts: Batch()  # type: ignore[method-assign, assignment, misc]
             event = await last(engine, "doomed")
