@@ -53,6 +53,7 @@ async def failing(
     finally:
         faults.release()
         await engine.stop()
+        await asyncio.to_thread(engine._thread.stop)  # also where it was given up
 
 
 async def last(engine: AsyncEngine, id: str) -> TokenEvent:
@@ -192,7 +193,7 @@ def test_a_step_that_stands_still_is_reported_and_forgiven_when_it_ends() -> Non
 
 def test_a_step_that_never_ends_is_given_up_and_nobody_waits_for_it() -> None:
     async def test() -> None:
-        async with failing("engine.launch=hang", watchdog_s=0.05) as (engine, _):
+        async with failing("engine.launch=hang", watchdog_s=1.0) as (engine, _):
             event = await last(engine, "doomed")
             assert (event.finish_reason, event.code) == (FinishReason.ERROR, "engine_unavailable")
             assert "did not end" in await engine.lost()
