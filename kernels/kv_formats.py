@@ -97,13 +97,15 @@ FORMATS = {
 
 class Pages(NamedTuple):
     """One layer's keys and values in a pool: each [Hkv, pages, page_size, D] where the format is
-    plain, else uint8 [Hkv, pages, tile]. `page_size`, `dim`: said where tiles do not show them."""
+    plain, else uint8 [Hkv, pages, tile]. `page_size`, `dim`: said where tiles do not show them.
+    `residual`: where tokens stand whose page is not full yet; None: here, as all do."""
 
     k: Tensor
     v: Tensor
     kind: KVFormat = PLAIN
     page_size: int = 0
     dim: int = 0
+    residual: Pages | None = None
 
     @property
     def size(self) -> int:

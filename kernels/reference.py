@@ -17,6 +17,7 @@ output and a log-sum-exp; parts are merged in a fixed order, text first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -46,11 +47,17 @@ def vision_slot(slot: Any) -> Any:
     return -2 - slot
 
 
+def open_page(page: Any) -> Any:
+    """How tables name a page of the residual, text's being named as they are. Its own inverse."""
+    return -1 - page
+
+
 @dataclass(frozen=True)
 class QueryGroup:
     """B sequences with Q queries each, consecutive in the flat batch; all tensors on one device.
 
-    `start`: first flat query. `pages` [B, P] int64 (padded with 0): the sequences' text pages.
+    `start`: first flat query. `pages` [B, P] int64 (padded with 0): the sequences' text pages, an
+    `open_page` where tokens are read as they stand in the residual.
     `lo`, `hi` [B, Q] int64: the text tokens that each query reads, and `visual_lo`, `visual_hi`
     [B, Q] the visual ones. Images, N of them over all B sequences, in logical order:
     `image_pages` [N, V] int64 (padded with 0), `image_len` [N] int64 tokens, `image_first` [N] the
@@ -92,14 +99,6 @@ class QueryGroup:
         return torch.minimum(end, self.image_len[:, None])
 
     @cached_property
-    def alone(self) -> tuple[Tensor, Tensor, QueryGroup]:
-        """The numbers of the text pages and the image pages that are read, and the group as it
-        would be if these were all pages that there are."""
-        pages, own = torch.unique(self.pages, return_inverse=True)
-        images, seen = torch.unique(self.image_pages, return_inverse=True)
-        return pages, images, replace(self, pages=own, image_pages=seen)
-
-    @cached_property
     def arrays(self) -> tuple[Any, ...]:
         """What `cpu.row_attention` reads between the pools and the scale, as numpy views."""
         assert self.sink_tokens is None or not self.sink_tokens.any(), "it reads intervals alone"
@@ -120,13 +119,28 @@ class AttentionPlan:
     """One step's reading and writing, shared by all layers that read the same keys.
 
     `slots` [T] int64: where each new token is stored, page * page_size + offset in the text pool,
-    or a `vision_slot`, or NOWHERE; `cos`, `sin` [T, D/2] float32 of its rotary position.
+    or a `vision_slot`, or NOWHERE; `cos`, `sin` [T, D/2] float32 of its rotary position. Where text
+    has a residual, a token's slot is there, and `filled` [T] int64 says which page of the text pool
+    holds its page from now on, if it is the last of it (else -1).
     """
 
     slots: Tensor
     cos: Tensor
     sin: Tensor
     groups: tuple[QueryGroup, ...]
+    filled: Tensor | None = None
+
+    @cached_property
+    def alone(self) -> tuple[Tensor, Tensor, tuple[QueryGroup, ...]]:
+        """The numbers of the text pages and the image pages that are read, and the groups as they
+        would be if these were all pages that there are."""
+        (pages, own), (images, seen) = (
+            _numbered([getattr(group, name) for group in self.groups])
+            for name in ("pages", "image_pages")
+        )
+        parts = zip(self.groups, own, seen, strict=True)
+        groups = (replace(group, pages=text, image_pages=image) for group, text, image in parts)
+        return pages, images, tuple(groups)
 
     @cached_property
     def writes(self) -> tuple[tuple[Tensor | None, Tensor] | None, ...]:
@@ -139,6 +153,14 @@ class AttentionPlan:
             else:
                 found.append((rows.nonzero()[:, 0], slots[rows]) if rows.any() else None)
         return tuple(found)
+
+
+def _numbered(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """All numbers among the parts, each once; the parts with each number's place among them."""
+    flat = torch.cat([part.flatten() for part in parts])
+    numbers, places = torch.unique(flat, return_inverse=True)
+    split = places.split([part.numel() for part in parts])
+    return numbers, [mine.view(part.shape) for mine, part in zip(split, parts, strict=True)]
 
 
 def rope_table(max_position: int, head_dim: int, theta: float) -> Tensor:
@@ -212,10 +234,28 @@ def move_tokens(
 
 def write_step(plan: AttentionPlan, text: Pages, vision: Pages, k: Tensor, v: Tensor) -> None:
     """Store a step's keys and values, each [T, Hkv, D], in the pools that the plan names."""
-    for pages, write in zip((text, vision), plan.writes, strict=True):
+    own = text if text.residual is None else text.residual
+    for pages, write in zip((own, vision), plan.writes, strict=True):
         if write is not None:
             rows, slots = write
             write_kv(pages, slots, *((k, v) if rows is None else (k[rows], v[rows])))
+    if text.residual is not None and plan.filled is not None:
+        fill_pages(text, plan.slots, plan.filled)
+
+
+def fill_pages(text: Pages, slots: Tensor, filled: Tensor) -> None:
+    """Store the pages of the residual that are full now: those in which `slots` [T] stand where
+    `filled` [T], the page to be stored, is not below 0.
+
+    Each by itself, in one shape always: its bytes do not depend on which others are full.
+    """
+    assert text.residual is not None
+    for row in (filled >= 0).nonzero()[:, 0].tolist():
+        source, target = int(slots[row]) // text.page_size, int(filled[row])
+        for part, pool, held in zip(PARTS, text[:2], text.residual[:2], strict=True):
+            page = held[:, source]
+            count = torch.full(page.shape[:1], text.page_size, device=page.device)
+            pool[:, target] = encode_pages(page, count, text.kind, part)
 
 
 def read_pages(pages: Pages, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,6 +276,13 @@ def read_slots(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read(pages: Pages, part: Part, numbers: Tensor) -> Tensor:
+    if pages.residual is not None and bool((is_open := numbers < 0).any()):
+        found = _read(pages._replace(residual=None), part, numbers.clamp_min(0))
+        raw = _read(pages.residual, part, open_page(numbers[is_open])[:, None])
+        batch, heads, _, dim = found.shape
+        by_page = found.view(batch, heads, -1, pages.size, dim).transpose(1, 2)
+        by_page[is_open] = raw.to(found.dtype)
+        return found
     pool = pages.k if part == "k" else pages.v
     heads, found = pool.shape[0], pool.flatten(2).index_select(1, numbers.flatten())
     if not pages.kind.plain:

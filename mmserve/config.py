@@ -66,12 +66,12 @@ class ModelConfig:
     chat_template: Path | None = None
 
 
-# Of KV (mmserve.kernels.kv_formats), those of which a page is stored as a whole, and the others.
+# Of KV (mmserve.kernels.kv_formats), those of which a page is stored as a whole, and all.
 WHOLE_PAGE_FORMATS = ("int4", "int2", "int4_outliers", "int2_outliers")
-TOKEN_FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
+KV_FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2", "int8", *WHOLE_PAGE_FORMATS)
 COLD_FORMATS = ("int8", "int4", "int2")  # one step down after another
 BITS = (  # of an element
-    dict.fromkeys(TOKEN_FORMATS, 8)
+    dict.fromkeys(KV_FORMATS, 8)
     | {"auto": 16}
     | {name: int(name[3]) for name in WHOLE_PAGE_FORMATS}
 )
@@ -99,12 +99,10 @@ class CacheConfig:
     kv_compatible_with: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for what, name, known in (
-            ("text", self.text_format, TOKEN_FORMATS),
-            ("vision", self.vision_format, TOKEN_FORMATS + WHOLE_PAGE_FORMATS),
-        ):
-            if name not in known:
-                raise ValueError(f"KV of {what} cannot be {name!r}; known are {', '.join(known)}")
+        for what, name in (("text", self.text_format), ("vision", self.vision_format)):
+            if name not in KV_FORMATS:
+                known = ", ".join(KV_FORMATS)
+                raise ValueError(f"KV of {what} cannot be {name!r}; known are {known}")
         if self.cold_format is not None and not self.cold_formats:
             raise ValueError(
                 f"images cannot step down from {self.vision_format!r} to {self.cold_format!r}; "
@@ -120,13 +118,16 @@ class CacheConfig:
         return tuple(name for name in COLD_FORMATS if last <= BITS[name] < first)
 
     @staticmethod
-    def usual_page_size(vision_format: str) -> int:
-        return WHOLE_PAGE if vision_format in WHOLE_PAGE_FORMATS else CacheConfig.page_size
+    def usual_page_size(text_format: str, vision_format: str) -> int:
+        whole = {text_format, vision_format} & {*WHOLE_PAGE_FORMATS}
+        return WHOLE_PAGE if whole else CacheConfig.page_size
 
     def fitted(self, image_tokens: int) -> CacheConfig:
         """With pages no larger than a model's images, which are stored in whole ones: of 64 tokens
-        half a page would stay empty behind 32. As it is where another size was asked for."""
-        if self.vision_format not in WHOLE_PAGE_FORMATS or self.page_size != WHOLE_PAGE:
+        half a page would stay empty behind 32. As it is where another size was asked for, or where
+        text is stored so, too, of which there is more."""
+        whole = [kind in WHOLE_PAGE_FORMATS for kind in (self.text_format, self.vision_format)]
+        if whole != [False, True] or self.page_size != WHOLE_PAGE:
             return self
         size = 1 << max(image_tokens - 1, 15).bit_length()
         return replace(self, page_size=min(size, WHOLE_PAGE))

@@ -12,9 +12,8 @@ from pathlib import Path
 from mmserve import flags
 from mmserve.config import (
     COLD_FORMATS,
+    KV_FORMATS,
     METHODS,
-    TOKEN_FORMATS,
-    WHOLE_PAGE_FORMATS,
     CacheConfig,
     EngineConfig,
     ImageLimits,
@@ -82,13 +81,13 @@ def _add_pool_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-cache-dtype",
         default=cache.text_format,
-        choices=TOKEN_FORMATS,
+        choices=KV_FORMATS,
         help="of text KV; auto: as the model computes it (docs/kv-quantisation.md)",
     )
     add(
         "--vision-kv-cache-dtype",
         default=cache.vision_format,
-        choices=TOKEN_FORMATS + WHOLE_PAGE_FORMATS,
+        choices=KV_FORMATS,
         help="of images' KV",
     )
     add(
@@ -217,7 +216,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         cache=CacheConfig(
             text_bytes=args.kv_cache_memory_bytes,
             vision_bytes=args.vision_kv_cache_memory_bytes,
-            page_size=CacheConfig.usual_page_size(args.vision_kv_cache_dtype),
+            page_size=CacheConfig.usual_page_size(args.kv_cache_dtype, args.vision_kv_cache_dtype),
             text_format=args.kv_cache_dtype,
             vision_format=args.vision_kv_cache_dtype,
             skip_layers=args.kv_cache_dtype_skip_layers,

@@ -80,6 +80,7 @@ class Sequence:
         self.coarse: Mapping[bytes, str] = {}
         self.coarsest: str | None = None  # of the formats that any of it was read in
         self.tables: list[list[int]] = [[]]  # by layer group: text pages, logical to physical
+        self.open_pages: dict[int, int] = {}  # by number in the text: pages of the residual
         self.num_computed_tokens = 0  # text tokens whose KV is in the pool
         self.num_pending = 0  # tokens at the end of `token_ids` whose values are not known yet
         self.num_cached_tokens = 0  # text tokens found in the prefix cache at first admission

@@ -149,7 +149,7 @@ def _build(pair: Pair, options: Options, config: EngineConfig) -> Engine:
     text, vision = pair
     cache = dataclasses.replace(
         config.cache,
-        page_size=CacheConfig.usual_page_size(vision),
+        page_size=CacheConfig.usual_page_size(text, vision),
         text_format=text,
         vision_format=vision,
     )

@@ -3,12 +3,15 @@
 Owns tensor layout, format and the page budgets. Knows nothing of scheduling or models. Layout of
 each pool: [layers, 2 (K, V), kv_heads, pages, page_size, head_dim], so one head's page is one
 contiguous tile; where the format is not plain, [layers, 2, kv_heads, pages, bytes of a tile].
+
+Where pages are stored as a whole, text that comes token by token waits for its page to be full in a
+third pool, the *residual*, of as many pages as can be open in one step.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -87,13 +90,21 @@ class KVPool:
 class TextKVPool(KVPool):
     """Paged K/V of text tokens; `pages` says who holds which page."""
 
-    def __init__(self, shape: KVShape, num_bytes: int) -> None:
+    def __init__(self, shape: KVShape, num_bytes: int, num_open: int = 0) -> None:
+        """`num_open`: pages of the residual, where there is one."""
         super().__init__(shape, shape.pages_in(num_bytes))
+        self.residual = KVPool(replace(shape, kind=PLAIN), num_open) if num_open else None
         self.forget()
 
     def forget(self) -> None:
         """All pages are free and nobody's, whatever any earlier books say."""
         self.pages = PagePool(self.tensor.shape[3])
+
+    def layer(self, index: int) -> Pages:
+        pages = super().layer(index)
+        if self.residual is None:
+            return pages
+        return pages._replace(residual=self.residual.layer(index))
 
 
 class VisionKVPool(KVPool):

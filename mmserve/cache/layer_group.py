@@ -15,12 +15,15 @@ class LayerGroup:
 
     `text`, `images`: whether they read the sequence's own text, and its images. Layers that only
     look at images (cross attention) have no text; where there are such, the others have no images.
+    `residual`: a page of text is stored when it is full; until then its tokens stand in a pool of
+    their own, as the model computes them.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
     text: bool = True
     images: bool = True
+    residual: bool = False
 
 
 def set_apart(groups: Sequence[LayerGroup], layers: Collection[int]) -> tuple[LayerGroup, ...]:

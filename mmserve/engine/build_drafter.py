@@ -39,9 +39,14 @@ class Built(NamedTuple):
 
 
 def build_drafter(config: EngineConfig, runner: ModelRunner, loaded: Loaded) -> Built | None:
-    """None: no speculation. Raises `HeadError` for what cannot draft for this model, and what
-    loading a model raises."""
+    """None: no speculation. Raises `HeadError` for what cannot draft for this model, ValueError for
+    what cannot beside its KV's format, and what loading a model raises."""
     spec = config.speculative
+    if spec.method == "lookahead" and runner.num_open:
+        raise ValueError(
+            "lookahead drafts trees, whose tokens move once they are checked; KV of text in "
+            f"{config.cache.text_format} takes chains only, as of ngram, suffix or a head"
+        )
     if spec.method is None or (spec.method == "auto" and not has_head("eagle", loaded.name)):
         return None
     drafter, length = _drafter(spec, config, runner, loaded)
@@ -83,7 +88,11 @@ def _drafter(
 
 
 def _tree_tokens(spec: SpecConfig, runner: ModelRunner) -> int:
-    """0: a chain, whose rows cost the least, and whose bits are those of plain steps."""
+    """0: a chain, whose rows cost the least, and whose bits are those of plain steps. Always where
+    pages of text are stored as a whole: of a tree's tokens those that are right would have to move
+    first."""
+    if runner.num_open:
+        return 0
     if spec.tree_tokens is not None:
         return spec.tree_tokens
     if runner.device.type != "cuda":

@@ -5,6 +5,7 @@ Owns which pages its prefix cache covers. Knows nothing of requests or steps.
 
 from __future__ import annotations
 
+from mmserve.cache.page_pool import PagePool
 from mmserve.cache.radix_cache import RadixCache
 from mmserve.config import EngineConfig
 from mmserve.engine.model_runner import ModelRunner
@@ -32,4 +33,5 @@ def build_scheduler(config: EngineConfig, runner: ModelRunner, max_model_len: in
         in_context=runner.in_context,
         head=runner.mode.head,
         whole_prompts=runner.sight.whole_prompt,
+        residual=PagePool(runner.num_open) if runner.num_open else None,
     )

@@ -91,6 +91,8 @@ class CUDARunner(ModelRunner):
         return self._sliced
 
     def _fuse(self) -> None:
+        if self.num_open:
+            raise ValueError("KV of text in 4 or 2 bits is not read on a GPU yet")
         self._fused = cuda_install.install(self.adapter, bare=not self.stock)
         self._rows_of = CUDAEmbedding.of(self.adapter)
         if self._sliced and not self._fused:

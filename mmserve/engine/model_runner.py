@@ -6,6 +6,7 @@ Owns the device, the fused model and both pools' tensors. Knows nothing of queue
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from mmserve.model.rope import Block, stack_tables
 from mmserve.model.weights import Loaded
 from mmserve.request import ImageInput
 from mmserve.scheduler.batch import Batch, Chunk, ImageJob
+from mmserve.scheduler.open_pages import most_open
 
 
 class Logits(NamedTuple):
@@ -87,7 +89,7 @@ class ModelRunner:
         self.adapter = _adapt(self.lm, loaded)
         self.regimes = self.adapter.regimes
         self.sight = loaded.sight if isinstance(loaded, LoadedModel) else self.adapter.sight
-        self.groups = set_apart(self.adapter.groups, cache.skip_layers)
+        self.groups = self._groups(cache)
         self.mode = vision_mode(
             model.vision_mode,
             self.adapter,
@@ -111,6 +113,8 @@ class ModelRunner:
         # here; None: all have to be read before they are laid out.
         self.grown: Tensor | None = None
         self.text, self.vision = self._pools(cache, steps or SchedulerConfig())
+        opened = [pool.residual for pool in self.text if pool.residual is not None]
+        self.num_open = opened[0].tensor.shape[3] if opened else 0  # pages of the residual
         self._features = FeatureCache(cache.feature_bytes)
         self._fuse()
         self._warm_up(self.adapter.hidden_size)
@@ -132,6 +136,20 @@ class ModelRunner:
         table, blocks = stack_tables(table, adapter.rope)
         return table.to(self.device), blocks
 
+    def _groups(self, cache: CacheConfig) -> tuple[LayerGroup, ...]:
+        """Raises ValueError for a text format that the model's prompts cannot have."""
+        groups = set_apart(self.adapter.groups, cache.skip_layers)
+        if not FORMATS[cache.text_format].whole_pages:
+            return groups
+        if self.sight.whole_prompt:
+            raise ValueError(
+                f"KV of text cannot be {cache.text_format} with this model: all of a prompt sees "
+                "all of it, also pages that are not full yet"
+            )
+        plain = [group.layers[0] in cache.skip_layers or not group.text for group in groups]
+        parts = zip(groups, plain, strict=True)
+        return tuple(replace(group, residual=not whole) for group, whole in parts)
+
     def _pools(
         self, cache: CacheConfig, steps: SchedulerConfig
     ) -> tuple[tuple[TextKVPool, ...], tuple[VisionKVPool, ...]]:
@@ -150,7 +168,9 @@ class ModelRunner:
         )
         sizes = [shape.page_bytes for shape in seen]
         vision = vision_budgets(self.groups, sizes, cache.vision_bytes)
-        return tuple(map(TextKVPool, own, text)), tuple(map(VisionKVPool, seen, vision))
+        most = most_open(cache.page_size, steps.max_num_seqs, steps.max_num_batched_tokens)
+        opened = [most if group.residual else 0 for group in self.groups]
+        return tuple(map(TextKVPool, own, text, opened)), tuple(map(VisionKVPool, seen, vision))
 
     def _shape(self, group: LayerGroup, cache: CacheConfig, kind: KVFormat) -> KVShape:
         layer = self.adapter.layers[group.layers[0]]

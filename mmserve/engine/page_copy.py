@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmserve.cache.kv_pool import KVPool
+from mmserve.cache.kv_pool import KVPool, TextKVPool
 from mmserve.engine.transfer import upload
 from mmserve.scheduler.batch import PageCopy
 
@@ -30,11 +30,12 @@ def scatter(pool: KVPool, pages: Sequence[int], tensor: Tensor) -> None:
     _wide(pool.tensor).index_copy_(3, index, _wide(tensor.to(pool.shape.device)))
 
 
-def copy_pages(pools: Sequence[KVPool], copies: Sequence[PageCopy]) -> None:
+def copy_pages(pools: Sequence[TextKVPool], copies: Sequence[PageCopy]) -> None:
     """Makes copies inside of pools, which are by layer group."""
-    for g, pool in enumerate(pools):
-        mine = [copy for copy in copies if copy.group == g]
-        if mine:
+    for g, residual in sorted({(copy.group, copy.residual) for copy in copies}):
+        mine = [copy for copy in copies if (copy.group, copy.residual) == (g, residual)]
+        pool = pools[g].residual if residual else pools[g]
+        if pool is not None:
             sources = gather(pool, [copy.source for copy in mine])
             scatter(pool, [copy.target for copy in mine], sources)
 

@@ -19,11 +19,14 @@ from mmserve.cache.layer_group import LayerGroup
 from mmserve.engine.rows import (
     Ints,
     Rows,
+    filled_by,
     masks_of,
     num_pages,
     pages_of,
+    read_through,
     reads_of,
     regimes_of,
+    runs_by_page,
     seen_alone,
     slots_in,
     slots_of,
@@ -87,27 +90,56 @@ class _GroupBuilder:
         self.number, self.group, self.sight = number, group, sight
         self.table, self.page_size, self.blocks = table, page_size, blocks
         self.slots: list[Any] = []
+        self.filled: list[Ints] = []
         self.groups: list[QueryGroup] = []
 
     def add(self, chunks: list[Chunk], rows: list[Rows | None], start: int) -> None:
         """Single rows, or one chunk of several, the first at row `start` of the flat batch; None:
         the row is one text token, as nearly all are while decoding."""
-        pages: list[list[int]] = []
-        images: list[tuple[int, PlacedImage]] = []
-        counts: list[int] = []
-        reads = []
+        reads: list[Reads] = []
         masks: Ints | None = None
-        for row, (chunk, part) in enumerate(zip(chunks, rows, strict=True)):
+        for chunk, part in zip(chunks, rows, strict=True):
             read, slots = self._token(chunk) if part is None else self._chunk(chunk, part)
             reads.append(read)
             self.slots.append(slots)
-            _, _, visual_lo, visual_hi = read
-            table = chunk.seq.tables[self.number] if self.group.text else []
             if part is not None:
                 masks = masks_of(part, self.group)
+        if not self.group.residual:
+            return self._add(chunks, reads, start, masks)
+        parts = [
+            Rows.of(chunk, 1) if part is None else part
+            for chunk, part in zip(chunks, rows, strict=True)
+        ]
+        for chunk, part in zip(chunks, parts, strict=True):
+            self.filled.append(filled_by(chunk, part, self.number, self.page_size))
+        runs = [runs_by_page(part, self.page_size) for part in parts]
+        if len(chunks) > 1:
+            return self._add(chunks, reads, start, None, [of[0].page for of in runs])
+        for run in runs[0]:
+            some = tuple(np.atleast_1d(x)[run.first : run.end] for x in reads[0])
+            self._add(chunks, [some], start + run.first, None, [run.page])
+
+    def _add(
+        self,
+        chunks: list[Chunk],
+        reads: list[Any],
+        start: int,
+        masks: Ints | None,
+        newest: list[int] | None = None,
+    ) -> None:
+        """Rows from `start` on, by chunk what they read; `newest`: by chunk the number of the page
+        that is read from the residual."""
+        pages: list[list[int]] = []
+        images: list[tuple[int, PlacedImage]] = []
+        counts: list[int] = []
+        for row, (chunk, read) in enumerate(zip(chunks, reads, strict=True)):
+            _, _, visual_lo, visual_hi = read
+            table = chunk.seq.tables[self.number] if self.group.text else []
             covered = table[: num_pages(read, masks, self.page_size)]
             if self.group.window is not None:
                 covered = [max(page, 0) for page in covered]  # some may be given back
+            if newest is not None:
+                covered = read_through(chunk.seq, covered, newest[row])
             pages.append(covered)
             first, last = int(np.min(visual_lo)), int(np.max(visual_hi))
             seen = [
@@ -131,6 +163,7 @@ class _GroupBuilder:
         """The same of a text token; without arrays where it reads all that is before it."""
         group, seq, index = self.group, chunk.seq, chunk.start
         narrow = group.window is not None or not (group.text and group.images)
+        narrow = narrow or group.residual
         if narrow or self.sight.whole_prompt:
             return self._chunk(chunk, Rows.of(chunk, 1))
         slot = slots_in(seq.tables[self.number], index, self.page_size)
@@ -184,7 +217,8 @@ class _GroupBuilder:
     def plan(self, positions: Tensor) -> AttentionPlan:
         slots = torch.from_numpy(np.concatenate(self.slots)).to(self.table.device)
         cos, sin = angles(self.table, positions)
-        return AttentionPlan(slots=slots, cos=cos, sin=sin, groups=tuple(self.groups))
+        filled = torch.from_numpy(np.concatenate(self.filled)).to(slots) if self.filled else None
+        return AttentionPlan(slots, cos, sin, tuple(self.groups), filled)
 
 
 def _lone(chunk: Chunk) -> bool:

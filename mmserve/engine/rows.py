@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmserve.cache.layer_group import LayerGroup
-from mmserve.kernels.reference import NOWHERE, vision_slot
+from mmserve.kernels.reference import NOWHERE, open_page, vision_slot
 from mmserve.model.adapter import Sight
 from mmserve.model.rope import Block
 from mmserve.placed import PlacedImage
@@ -231,6 +231,8 @@ def slots_of(chunk: Chunk, rows: Rows, number: int, group: LayerGroup, page_size
     text = rows.image < 0
     if group.text:
         index, table = rows.index[text], np.array(chunk.seq.tables[number], np.int64)
+        if group.residual:
+            table[list(chunk.seq.open_pages)] = list(chunk.seq.open_pages.values())
         slots[text] = slots_in(table, index, page_size)
     for context in chunk.images:
         pages = context.placed.pages and context.placed.pages[number]
@@ -240,6 +242,38 @@ def slots_of(chunk: Chunk, rows: Rows, number: int, group: LayerGroup, page_size
         local = np.arange(context.placed.image.num_tokens)
         slots[mine] = vision_slot(slots_in(np.array(pages), local, page_size))
     return slots
+
+
+def filled_by(chunk: Chunk, rows: Rows, number: int, page_size: int) -> Ints:
+    """[R]: in layer group `number`, which has a residual, the page that each row is the last token
+    of; -1 where it is not."""
+    table = np.array(chunk.seq.tables[number], np.int64)
+    last = (rows.image < 0) & (rows.text % page_size == page_size - 1)
+    filled = np.full(len(rows), -1)
+    filled[last] = table[rows.text[last] // page_size]
+    return filled
+
+
+class Run(NamedTuple):
+    """Rows [first, end) of a chunk, whose tokens are of the same page: number `page` of the text.
+    They read it as it stands in the residual, and those before it as they are stored."""
+
+    first: int
+    end: int
+    page: int
+
+
+def runs_by_page(rows: Rows, page_size: int) -> list[Run]:
+    pages = rows.text // page_size
+    borders = [0, *(np.flatnonzero(np.diff(pages)) + 1).tolist(), len(pages)]
+    return [Run(a, b, int(pages[a])) for a, b in zip(borders, borders[1:], strict=False)]
+
+
+def read_through(seq: Seq, pages: list[int], page: int) -> list[int]:
+    """A sequence's pages as the rows of a `Run` read them."""
+    if page >= len(pages):
+        return pages
+    return [*pages[:page], open_page(seq.open_pages[page])]
 
 
 def pages_of(placed: PlacedImage, number: int, page_size: int) -> list[int]:

@@ -90,14 +90,15 @@ class CPULayer(nn.Module):
             cpu.rotate_store(qkv, *turns, np.arange(len(qkv)), q, fresh, fresh)
             k, v = torch.from_numpy(new).transpose(1, 2)
             reference.write_step(plan, text.layer(index), vision.layer(index), k, v)
-        for group in plan.groups:
+        groups = plan.groups
+        if not plain:
+            *numbers, groups = plan.alone
+            pools = (
+                _decoded(text.layer(index), numbers[0]),
+                _decoded(vision.layer(index), numbers[1]),
+            )
+        for group in groups:
             span = slice(group.start, group.start + group.num_seqs * group.num_queries)
-            if not plain:
-                *numbers, group = group.alone
-                pools = (
-                    _decoded(text.layer(index), numbers[0]),
-                    _decoded(vision.layer(index), numbers[1]),
-                )
             arrays: Any = (q[span], *pools, size, *group.arrays, self.scaling, out[span])
             cpu.row_attention(*arrays)
         return out.reshape(len(qkv), -1)

@@ -42,11 +42,13 @@ class ContextImage:
 
 
 class PageCopy(NamedTuple):
-    """Text page `source` of a layer group is to be copied to page `target`."""
+    """Text page `source` of a layer group is to be copied to page `target`; `residual`: both are
+    pages of its residual."""
 
     group: int
     source: int
     target: int
+    residual: bool = False
 
 
 @dataclass(frozen=True)

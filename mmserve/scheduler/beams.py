@@ -155,6 +155,7 @@ class Beams:
         other.images = [replace(p, pages=list(p.pages or [])) for p in seq.images]
         for g in self._holdings.text_groups:
             self._holdings.text[g].retain(held_pages(other.tables[g]))
+        self._holdings.open_pages.retain(other)
         for placed in other.images:
             for g, pages in enumerate(placed.pages or []):
                 if pages:

@@ -28,13 +28,15 @@ from mmserve.cache.vision_index import EntryState, VisionIndex
 from mmserve.placed import PlacedImage
 from mmserve.scheduler.batch import PageCopy
 from mmserve.scheduler.marks import settle
+from mmserve.scheduler.open_pages import OpenPages
 from mmserve.sequence import Sequence as Seq
 
 
 class Holdings:
     """`text`, `vision`: the pools by layer group; `radix`: of the groups that have text.
 
-    `most_rows`: text tokens that one step computes of a sequence, at most; None: any number.
+    `most_rows`: text tokens that one step computes of a sequence, at most; None: any number;
+    `residual`: pages of text that is not stored yet, where a group has such.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Holdings:
         radix: RadixCache | None,
         page_size: int,
         most_rows: int | None,
+        residual: PagePool | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.text = tuple(text)
@@ -53,6 +56,7 @@ class Holdings:
         self.radix = radix
         self.page_size = page_size
         self.most_rows = most_rows
+        self.open_pages = OpenPages(self.groups, residual, page_size)
         self.changes = 0  # how often something has come back or become findable
         self.text_groups = [g for g, group in enumerate(groups) if group.text]
         self.image_groups = [g for g, group in enumerate(groups) if group.images]
@@ -245,7 +249,7 @@ class Holdings:
         need = self.pages_for(tokens) - len(seq.tables[self.text_groups[0]])
         shared = self._shared_page(seq)
         if need <= 0 and shared is None:
-            return ()
+            return self.open_pages.grow(seq, tokens, None)
         need = max(need, 0) + (shared is not None)
         for number, g in enumerate(self.text_groups):
             pool = self.text[g]
@@ -259,9 +263,10 @@ class Holdings:
                 old, new, *pages = seq.tables[g][shared], *pages
                 seq.tables[g] = [*seq.tables[g][:shared], new]  # another list: it is not the same
                 self.text[g].release([old])
-                copies.append(PageCopy(g, old, new))
+                if not self.groups[g].residual:
+                    copies.append(PageCopy(g, old, new))
             seq.tables[g].extend(pages)
-        return tuple(copies)
+        return (*copies, *self.open_pages.grow(seq, tokens, shared))
 
     def _shared_page(self, seq: Seq) -> int | None:
         """The number of its last page, where its next token is written and others read it. (The
@@ -310,6 +315,7 @@ class Holdings:
         """Everything, and nobody is to look for it."""
         for g in self.text_groups:
             self.text[g].release(held_pages(seq.tables[g]))
+        self.open_pages.drop(seq)
         for placed in seq.images:
             for g in self.image_groups:
                 if placed.pages and placed.pages[g]:
@@ -367,6 +373,7 @@ class Holdings:
             assert seq.num_computed_tokens <= covered.pop() * self.page_size
         for seq in waiting:
             assert not any(seq.tables) and all(p.pages is None for p in seq.images)
+        self.open_pages.check_invariants(running)
         if self.radix:
             self.radix.check_invariants()
         for g in range(len(self.groups)):

@@ -51,7 +51,7 @@ class Scheduler:
     of each by layer group.
 
     `in_context`, `head`: as sequences have it. `whole_prompts`: prompts' rows all see each other,
-    images and text.
+    images and text. `residual`: see `Holdings`.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Scheduler:
         in_context: bool = False,
         head: int | None = None,
         whole_prompts: bool = False,
+        residual: PagePool | None = None,
     ) -> None:
         self.config = config
         self.radix = radix
@@ -81,6 +82,7 @@ class Scheduler:
             radix=radix,
             page_size=page_size,
             most_rows=None if whole_prompts else config.max_num_batched_tokens,
+            residual=residual,
         )
         self.text, self.vision = self.holdings.text, self.holdings.vision
         self.waiting: list[Sequence] = []
@@ -141,8 +143,8 @@ class Scheduler:
     @property
     def text_capacity(self) -> int:
         """Text tokens, prompt and output, that a sequence may come to by the pools."""
-        limits = map(self.holdings.text_limit, self.holdings.text_groups)
-        return min((n for n in limits if n is not None), default=self.max_model_len)
+        limits = filter(None, map(self.holdings.text_limit, self.holdings.text_groups))
+        return min(limits, default=self.max_model_len)
 
     @property
     def num_waiting(self) -> int:
@@ -317,10 +319,7 @@ class Scheduler:
         self._requeue(batch, seq)
 
     def _requeue(self, batch: Batch, seq: Sequence) -> None:
-        """Back into the queue, and nothing more of it in this step.
-
-        Its computed pages stay findable until evicted.
-        """
+        """Back into the queue, and nothing more of it in this step; computed pages are findable."""
         members = self.beams.members(seq)
         for member in members:
             self.holdings.give_back(member)
@@ -350,6 +349,7 @@ class Scheduler:
         seq = chunk.seq
         seq.num_computed_tokens = chunk.start + chunk.count
         self.turns.spend(seq, chunk.num_rows)
+        self.holdings.open_pages.settle(seq)
         for context in chunk.images:
             self.holdings.settle(context.placed.key, written=True)
         has_windows = self.holdings.has_windows

@@ -115,7 +115,7 @@ def test_an_answer_that_another_one_gave_is_read_place_by_place() -> None:
         assert found == pytest.approx(own, abs=1e-5)
 
 
-@pytest.mark.parametrize("text", ["int8", "int8:int3", "int4:int8", ""])
+@pytest.mark.parametrize("text", ["int8", "int8:int3", "int3:int8", ""])
 def test_formats_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         flags.formats(text)

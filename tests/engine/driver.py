@@ -148,4 +148,6 @@ class Driver:
         for g, (text, vision) in enumerate(zip(holdings.text, holdings.vision, strict=True)):
             assert text.num_free + holdings.cached_pages(g) == text.num_pages
             assert vision.num_referenced == 0 and vision.num_available == vision.num_pages
+        residual = holdings.open_pages.pool
+        assert residual is None or residual.num_free == residual.num_pages
         assert not self.engine.scheduler.has_work and not self.engine.has_work

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmserve.config import (
-    TOKEN_FORMATS,
+    KV_FORMATS,
     WHOLE_PAGE,
     WHOLE_PAGE_FORMATS,
     CacheConfig,
@@ -26,8 +26,9 @@ from mmserve.request import Segment, TextSegment
 from tests.engine.driver import GREEDY, Driver, picture, tiny_driver, words
 from tests.engine.tiny import IMAGE_TOKENS, build_tiny, tiny_config, tiny_model
 
-PAIRS = list(itertools.product(TOKEN_FORMATS, TOKEN_FORMATS + WHOLE_PAGE_FORMATS))
-SOME = [("int8", "int8"), ("auto", "int4"), ("fp8_e4m3", "int2_outliers")]
+PAIRS = list(itertools.product(KV_FORMATS, KV_FORMATS))
+SOME = [("int8", "int8"), ("auto", "int4"), ("fp8_e4m3", "int2_outliers"), ("int4", "int2")]
+WHOLE = [("int4", "auto"), ("int2", "int4")]  # text is stored by the page
 LONG = replace(GREEDY, max_tokens=24)
 
 
@@ -50,7 +51,7 @@ def conversation(d: Driver, n: int) -> tuple[Segment, ...]:
 
 
 def test_the_configuration_and_the_kernels_know_the_same_formats() -> None:
-    assert set(TOKEN_FORMATS + WHOLE_PAGE_FORMATS) == set(FORMATS)
+    assert set(KV_FORMATS) == set(FORMATS)
     assert all(FORMATS[name].whole_pages == (name in WHOLE_PAGE_FORMATS) for name in FORMATS)
     assert WHOLE_PAGE == GROUP_TOKENS
 
@@ -104,8 +105,9 @@ def test_aborts_leave_the_pools_idle_and_disturb_nobody(pair: tuple[str, str]) -
     d.assert_idle()
 
 
-@pytest.mark.parametrize("pair", SOME, ids="-".join)
-@pytest.mark.parametrize("method", ["ngram", "lookahead"])
+@pytest.mark.parametrize(
+    ("pair", "method"), [*itertools.product(SOME[:-1], ["ngram", "lookahead"]), (SOME[-1], "ngram")]
+)
 def test_speculative_equals_plain(pair: tuple[str, str], method: str) -> None:
     """`lookahead` drafts trees, whose right paths move in the pool."""
     phrase = words(1, 12).token_ids
@@ -166,8 +168,11 @@ def test_layers_can_be_left_out_and_take_their_full_bytes() -> None:
 
 
 def test_what_cannot_be_is_refused_with_what_can() -> None:
-    with pytest.raises(ValueError, match="text cannot be 'int4'; known are auto"):
-        CacheConfig(text_format="int4")
+    with pytest.raises(ValueError, match="text cannot be 'int3'; known are auto"):
+        CacheConfig(text_format="int3")
+    lookahead = replace(tiny_config(text_format="int2"), speculative=SpecConfig(method="lookahead"))
+    with pytest.raises(ValueError, match="lookahead drafts trees, .* int2 takes chains only"):
+        build_tiny(lookahead)
     with pytest.raises(ValueError, match="no layer 3: the model has 0 to 2"):
         build_tiny(tiny_config(text_format="int8", skip_layers=(0, 3)))
 
