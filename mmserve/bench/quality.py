@@ -38,7 +38,7 @@ from mmserve.bench.quality_session import (
 from mmserve.bench.report import table
 from mmserve.bench.shapes import load_shape
 from mmserve.bench.sizes import kv_bytes_per_token
-from mmserve.config import CacheConfig, EngineConfig, SpecConfig
+from mmserve.config import MIB, CacheConfig, EngineConfig, SpecConfig
 from mmserve.engine.engine import Engine
 from mmserve.model.loader import LoadedModel, resolve_device
 from mmserve.model.weights import load
@@ -81,7 +81,8 @@ class Options:
 @dataclass(frozen=True)
 class Row:
     """One pair. `nats`, `loglik`: means a token, by kind of prompt; `same`: the share of places
-    where the likeliest token is the reference's."""
+    where the likeliest token is the reference's; `residual_bytes`: beside the text pool, for pages
+    that are not full."""
 
     text: str
     vision: str
@@ -90,6 +91,7 @@ class Row:
     same: float
     right: float | None
     text_tokens_per_gib: float
+    residual_bytes: int
     images_per_gib: float
     tokens_per_s: float
     step_ms: float | None
@@ -228,6 +230,7 @@ def _row(
         same=same / places,
         right=session.share_right(questions) if questions and image_bytes else None,
         text_tokens_per_gib=session.text_tokens_per_gib(),
+        residual_bytes=session.residual_bytes(),
         images_per_gib=GIB / image_bytes if image_bytes else 0.0,
         tokens_per_s=session.tokens_per_s([p for asked in prompts.values() for p in asked]),
         step_ms=None if steps is None else session.step_ms(steps),
@@ -245,7 +248,7 @@ def _places(
 
 HEAD = (
     "text / images", "nats a token", "log-likelihood", "same best", "easy-VQA",
-    "text tokens/GiB", "images/GiB", "tokens/s", "ms a step",
+    "text tokens/GiB", "residual", "images/GiB", "tokens/s", "ms a step",
 )  # fmt: skip
 
 
@@ -257,8 +260,8 @@ def render(report: QualityReport) -> str:
         right = "" if row.right is None else f"{100 * row.right:.2f} %"
         cells.append(
             [row.name, kinds, less, f"{100 * row.same:.1f} %", right,
-             f"{row.text_tokens_per_gib:,.0f}", f"{row.images_per_gib:,.0f}",
-             f"{row.tokens_per_s:,.0f}",
+             f"{row.text_tokens_per_gib:,.0f}", f"{row.residual_bytes / MIB:,.0f} MiB",
+             f"{row.images_per_gib:,.0f}", f"{row.tokens_per_s:,.0f}",
              "" if row.step_ms is None else f"{row.step_ms:.2f}"]
         )  # fmt: skip
     head = [

@@ -118,6 +118,11 @@ class Session:
         shapes = [pool.shape for pool in self.engine.runner.text]
         return GIB / sum(shape.page_bytes / shape.page_size for shape in shapes)
 
+    def residual_bytes(self) -> int:
+        """Of the pools in which text waits for its pages to be full."""
+        pools = [pool.residual for pool in self.engine.runner.text if pool.residual is not None]
+        return sum(pool.tensor.nbytes for pool in pools)
+
     def image_bytes(self) -> int:
         """Of the smallest image that the model takes, whole pages; 0 without images."""
         tokens = self.engine.least_image_tokens

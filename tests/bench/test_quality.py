@@ -58,17 +58,18 @@ def compared(monkeypatch: pytest.MonkeyPatch, options: Options) -> QualityReport
 def test_pairs_are_compared_with_the_first_and_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pairs = (("auto", "auto"), ("auto", "auto"), ("int8", "int2"))
+    pairs = (("auto", "auto"), ("auto", "auto"), ("int8", "int2"), ("int4", "auto"))
     report = compared(
         monkeypatch,
         Options(pairs, tokens=3, questions=0, json=tmp_path / "q.json", plot=tmp_path / "q.png"),
     )
-    first, same, coarse = report.rows
+    first, same, coarse, by_page = report.rows
     assert first.same == same.same == 1.0
     assert set(first.nats) == {"text", "image", "turns"}
     assert all(value == 0 for row in (first, same) for value in row.nats.values())
     assert coarse.nats["image"] > 0
     assert coarse.text_tokens_per_gib > 3.5 * first.text_tokens_per_gib, "float32 here"
+    assert by_page.nats["text"] > 0 and by_page.residual_bytes > coarse.residual_bytes == 0
     assert first.tokens_per_s > 0 and first.right is None
     assert json.loads((tmp_path / "q.json").read_text())["rows"][2]["vision"] == "int2"
     with Image.open(tmp_path / "q.png") as drawn:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mmserve.cache.kv_pool import KVShape
 from mmserve.config import (
     KV_FORMATS,
     WHOLE_PAGE,
@@ -28,8 +29,8 @@ from tests.engine.tiny import IMAGE_TOKENS, build_tiny, tiny_config, tiny_model
 
 PAIRS = list(itertools.product(KV_FORMATS, KV_FORMATS))
 SOME = [("int8", "int8"), ("auto", "int4"), ("fp8_e4m3", "int2_outliers"), ("int4", "int2")]
-WHOLE = [("int4", "auto"), ("int2", "int4")]  # text is stored by the page
 LONG = replace(GREEDY, max_tokens=24)
+DRAWN = replace(LONG, temperature=1.0, seed=5)  # so that a small model does not repeat itself
 
 
 def driver(pair: tuple[str, str], **options: Any) -> Driver:
@@ -75,14 +76,14 @@ def test_hit_equals_miss(pair: tuple[str, str]) -> None:
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_chunks_company_and_pressure_change_nothing(pair: tuple[str, str]) -> None:
     alone = [
-        (d := driver(pair, prefix_caching=False)).ask(*conversation(d, n), params=LONG)
+        (d := driver(pair, prefix_caching=False)).ask(*conversation(d, n), params=DRAWN)
         for n in range(4)
     ]
     assert len({tuple(answer) for answer in alone}) > 1, "answers must differ to mean something"
     per_page = driver(pair).engine.runner.text[0].shape.page_bytes
     scarce = 9 * per_page // driver(("auto", "auto")).engine.runner.text[0].shape.page_bytes + 1
     d = driver(pair, text_pages=scarce, max_num_batched_tokens=23)
-    requests = [d.submit(conversation(d, n), LONG) for n in range(4)]
+    requests = [d.submit(conversation(d, n), DRAWN) for n in range(4)]
     d.run()
     assert [d.tokens(request) for request in requests] == alone
     d.assert_idle()
@@ -177,11 +178,20 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
         build_tiny(tiny_config(text_format="int8", skip_layers=(0, 3)))
 
 
+@pytest.mark.parametrize(("name", "times"), [("int4", 3.5), ("int2", 6)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_so_many_times_more_text_fits_than_in_16_bits(name: str, times: float, dim: int) -> None:
+    cpu = torch.device("cpu")
+    plain = KVShape(2, 3, dim, WHOLE_PAGE, torch.bfloat16, cpu)
+    assert plain.page_bytes >= times * replace(plain, kind=FORMATS[name]).page_bytes
+
+
 @pytest.mark.parametrize(("tokens", "size"), [(3, 16), (32, 32), (33, 64), (1225, 64)])
 def test_pages_that_are_stored_whole_are_no_larger_than_an_image(tokens: int, size: int) -> None:
     whole = CacheConfig(page_size=WHOLE_PAGE, vision_format="int2")
     assert whole.fitted(tokens).page_size == size
-    for asked in (replace(whole, page_size=8), CacheConfig(vision_format="int8")):
+    text_too = replace(whole, text_format="int4")
+    for asked in (replace(whole, page_size=8), CacheConfig(vision_format="int8"), text_too):
         assert asked.fitted(tokens) == asked
 
 
