@@ -199,6 +199,9 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 512  # text tokens in one step
     max_images_per_step: int = 16  # encoder runs in one step
     max_waiting: int = 1024  # requests beyond max_num_seqs before 429
+    # Seconds to a first token and between two that are promised; 0: nothing is.
+    slo_ttft_s: float = 0.0
+    slo_itl_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ class RequestError(Exception):
     status = 400
     kind = "invalid_request_error"
     code = "invalid_value"
+    retry_after_s: float | None = None  # where more is known than the status says
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -71,6 +72,18 @@ class QueueFullError(RequestError):
     status = 429
     kind = "rate_limit_error"
     code = "queue_full"
+
+
+class OverloadedError(RequestError):
+    """What was promised to those that are there would not be kept."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineUnavailableError(RequestError):

@@ -54,6 +54,14 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
         help="requests that may wait for a seat before others are refused "
         f"(default: {engine.scheduler.max_waiting})",
     )
+    for name, what in (("ttft", "to a first token"), ("itl", "between two tokens")):
+        load.add_argument(
+            f"--slo-{name}-ms",
+            type=flags.seconds,
+            default=0.0,
+            metavar="MS",
+            help=f"milliseconds {what} that steps are sized and load is shed for, 0 for none",
+        )
     load.add_argument(
         "--watchdog-seconds",
         type=flags.seconds,
@@ -73,6 +81,11 @@ def with_load(args: argparse.Namespace, config: Config) -> Config:
         sockets_per_key=args.max_sockets_per_key,
         host_memory_limit=args.host_memory_limit,
     )
-    scheduler = replace(config.engine.scheduler, max_waiting=args.max_waiting)
+    scheduler = replace(
+        config.engine.scheduler,
+        max_waiting=args.max_waiting,
+        slo_ttft_s=args.slo_ttft_ms / 1e3,
+        slo_itl_s=args.slo_itl_ms / 1e3,
+    )
     engine = replace(config.engine, scheduler=scheduler, watchdog_s=args.watchdog_seconds)
     return Config(engine, server)

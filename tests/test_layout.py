@@ -59,7 +59,16 @@ ALLOWED = {
     "vision": {"config", "errors", "kernels"},
     "cache": {"config", "request", "kernels"},
     "scheduler": {
-        *("config", "errors", "request", "placed", "sequence", "spec.draft", "kv_snapshot"),
+        *(
+            "config",
+            "errors",
+            "request",
+            "placed",
+            "sequence",
+            "spec.draft",
+            "spec.costs",
+            "kv_snapshot",
+        ),
         *BOOKS,
     },
     "model": {

@@ -20,7 +20,7 @@ from mmserve.config import EngineConfig
 from mmserve.engine import kv_sharing
 from mmserve.engine.build_engine import build_engine
 from mmserve.engine.engine import Engine, Event
-from mmserve.engine.generation import Generation
+from mmserve.engine.generation import Generation, before
 from mmserve.engine.model_info import ModelInfo
 from mmserve.engine.recovery import EngineLostError, shrink
 from mmserve.engine.refusals import counted, counted_later
@@ -277,7 +277,11 @@ class AsyncEngine:
         request = Request(request_id, prompt.segments, params, prefill_only, **how)
         engine.scheduler.check_admissible(request, prompt.num_text_tokens, prompt.num_image_tokens)
         assert request_id not in self._generations, "request ids are unique"
-        generation = Generation(request_id, self._abort)
+        if (pace := engine.scheduler.pace) is not None and not prefill_only:
+            images = len(request.images)
+            rows = pace.weigh(prompt.num_text_tokens, prompt.num_image_tokens, images)
+            pace.check(rows, before(self._generations.values(), pace.left))
+        generation = Generation(request_id, self._abort, prompt.num_tokens)
         constraint = None if prefill_only else params.constraint
         matcher = engine.grammars.matcher(constraint) if constraint else None
         self._generations[request_id] = generation

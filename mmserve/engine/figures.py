@@ -54,6 +54,8 @@ class Figures:
             self._metrics.inter_token_latency_seconds.observe(now - before)
 
     def observe_end(self, live: Live) -> None:
+        if self._scheduler.pace is not None and live.clock.scheduled is not None:
+            self._scheduler.pace.ended(time.monotonic() - live.clock.scheduled)
         elapsed = time.monotonic() - live.request.arrival
         self._metrics.e2e_request_latency_seconds.observe(elapsed)
         self._prompt_tokens += live.seq.num_prompt_tokens + live.seq.num_image_tokens
@@ -71,6 +73,8 @@ class Figures:
         now = time.monotonic()
         seconds = now - max(started, self._landed_at)
         self._landed_at = now
+        if self._scheduler.pace is not None:
+            self._scheduler.pace.measured(batch.num_tokens, len(batch.images), seconds)
         decoding = sum(c.num_rows for c in batch.chunks if c.decodes)
         share = decoding / batch.num_tokens if decoding and not batch.images else 0.0
         self._metrics.decode_seconds.inc(seconds * share)

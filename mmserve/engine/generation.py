@@ -6,10 +6,11 @@ Owns how far a reader may fall behind. Knows nothing of engines, threads or what
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import replace
 
 from mmserve.request import FinishReason, TokenEvent
+from mmserve.scheduler.pace import Waiting
 
 MOST_BEHIND = 4096  # events that wait for a reader
 
@@ -18,8 +19,9 @@ class Generation:
     """For one reader, on one event loop. One that falls behind by `MOST_BEHIND` events is let go:
     the request is aborted, and its last event says why."""
 
-    def __init__(self, id: str, abort: Callable[[str], None]) -> None:
-        self.id = id
+    def __init__(self, id: str, abort: Callable[[str], None], num_prompt_tokens: int = 0) -> None:
+        self.id, self.num_prompt_tokens = id, num_prompt_tokens
+        self.begun = False  # whether there was a token, or an end
         self._abort = abort
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
         self._left_behind = False
@@ -30,7 +32,7 @@ class Generation:
         return self._events.qsize()
 
     def put(self, event: TokenEvent) -> None:
-        last = event.finish_reason is not None
+        self.begun, last = True, event.finish_reason is not None
         if self.num_waiting >= MOST_BEHIND and not last:
             self._left_behind = True
             return self.abort()
@@ -50,3 +52,12 @@ class Generation:
     def abort(self) -> None:
         """Stop within one step; the last event then says ABORT. Harmless after the end."""
         self._abort(self.id)
+
+
+def before(generations: Iterable[Generation], left: Mapping[str, int]) -> Waiting:
+    """What a new request would have to wait for. `left`: tokens of prompts that are still to be
+    computed, where that is known."""
+    every = list(generations)
+    waiting = [g for g in every if not g.begun]
+    tokens = sum(left.get(g.id, g.num_prompt_tokens) for g in waiting)
+    return Waiting(tokens, len(waiting), len(every))

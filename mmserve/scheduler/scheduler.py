@@ -41,6 +41,7 @@ from mmserve.scheduler.batch import Batch, Chunk, ContextImage, ImageJob, PageCo
 from mmserve.scheduler.beams import Beams
 from mmserve.scheduler.counts import Counts
 from mmserve.scheduler.holdings import Holdings
+from mmserve.scheduler.pace import Pace
 from mmserve.scheduler.turns import Turns, rank
 from mmserve.sequence import Sequence, SequenceStatus
 from mmserve.spec.draft import AnyDraft
@@ -88,7 +89,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.beams, self.turns = Beams(self.holdings, self.running), Turns()
-        self._counts = Counts()
+        self._counts, self.pace = Counts(), Pace.of(config)
+        self._image_rows = 0  # that an image to be encoded counts as, of the budget
         self._budget = 0  # tokens the step being scheduled may still take
         self._drafts: Mapping[str, AnyDraft] = {}  # of that step
         # Looking for a place costs a walk of the prefix cache, and the same sequence is refused
@@ -161,6 +163,8 @@ class Scheduler:
         `drafts`, by request, no longer than `draft_room`: each is checked if there is room."""
         batch = Batch()
         self._drafts, self._budget = drafts or {}, self.config.max_num_batched_tokens
+        if self.pace is not None:
+            self._budget, self._image_rows = self.pace.plan(self.running, self.waiting)
         for seq in list(filter(self._outgrows, self.running)):
             if seq.status is SequenceStatus.RUNNING:  # beams leave together
                 self._requeue(batch, seq)
@@ -206,6 +210,8 @@ class Scheduler:
     def _seat(self, batch: Batch, seq: Sequence) -> bool:
         """Admit a sequence; a real turn may take the place of a prefill without output."""
         limit = self.config.max_num_seqs
+        if self.pace is not None and self.running:
+            limit = self.pace.seats
         while self.beams.seats(seq) > limit or not self._admit(seq):
             last = self.running[-1] if self.running else seq
             if seq.request.prefill_only or not last.request.prefill_only:
@@ -294,12 +300,15 @@ class Scheduler:
             if placed.in_context:
                 left.append(placed)
             elif placed.key not in scheduled:
-                if len(batch.images) >= self.config.max_images_per_step:
+                first = batch.only_decodes and not batch.images  # is taken whatever it takes
+                full = len(batch.images) >= self.config.max_images_per_step
+                if full or (self._budget < self._image_rows and not first):
                     return [*left, placed]
                 assert placed.pages is not None
                 regime, pages = seq.course.regime, list(placed.pages)
                 batch.images.append(ImageJob(seq, placed.image, placed.key, pages, regime))
                 scheduled.add(placed.key)
+                self._budget -= self._image_rows
         return left
 
     # -- pages ----------------------------------------------------------------------------------

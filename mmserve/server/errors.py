@@ -6,6 +6,7 @@ of requests' contents.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -137,7 +138,8 @@ def error_headers(error: RequestError) -> dict[str, str]:
     """Retry advice in the words the SDKs read."""
     headers = {}
     if error.status in RETRY_AFTER_S:
-        headers["retry-after"] = str(RETRY_AFTER_S[error.status])
+        seconds = error.retry_after_s or RETRY_AFTER_S[error.status]
+        headers["retry-after"] = str(math.ceil(seconds))
     if error.status in NEVER_AGAIN:
         headers["x-should-retry"] = "false"
     if error.status == 401:
