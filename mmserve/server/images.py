@@ -58,6 +58,13 @@ def _decode_base64(text: str, param: str) -> bytes:
         raise InvalidImageError("The data URL is not valid base64.", param=param) from None
 
 
+def _decode_percent(text: str, param: str) -> bytes:
+    try:
+        return unquote_to_bytes(text)
+    except UnicodeEncodeError:
+        raise InvalidImageError("The data URL holds half a surrogate pair.", param=param) from None
+
+
 def decode_data_url(url: str, limits: ImageLimits, param: str) -> bytes:
     """The bytes of `data:[type][;parameter]*[;base64],data`. Its media type is not believed."""
     assert is_data_url(url)
@@ -68,7 +75,7 @@ def decode_data_url(url: str, limits: ImageLimits, param: str) -> bytes:
     least = len(body) // 4 * 3 if is_base64 else len(body) // 3
     if least > limits.max_bytes + limits.max_bytes // 8:  # line breaks and padding may be in it
         raise _too_large(least, limits, param)
-    data = _decode_base64(body, param) if is_base64 else unquote_to_bytes(body)
+    data = (_decode_base64 if is_base64 else _decode_percent)(body, param)
     if not data:
         raise InvalidImageError("The image is empty.", param=param)
     if len(data) > limits.max_bytes:

@@ -38,6 +38,7 @@ ILLEGAL = {
     "cut base64": "data:image/png;base64,A",
     "padding inside": "data:image/png;base64,QQ==QQ==",
     "not ascii": "data:image/png;base64,汉字",
+    "half a surrogate pair": "data:image/png,\ud800",
 }
 
 
