@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 # have not begun: captured launches keep the priority of the stream that they were captured on.
 URGENT = -1
 
+# Threads that bring KV from files pin memory meanwhile, which is no part of a capture.
+ALONE: Any = {"capture_error_mode": "thread_local"}
+
 
 class Graphs:
     """They share their memory: only one runs at a time, and what it has returned is there until
@@ -30,7 +33,7 @@ class Graphs:
         self.enabled = device.type == "cuda"
         self._what, self._must = what, must
         stream: Any = torch.cuda.Stream
-        self._stream = stream(device, priority) if self.enabled else None
+        self._stream: Any = stream(device, priority) if self.enabled else None
         self.clear()
 
     def clear(self) -> None:
@@ -56,14 +59,19 @@ class Graphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Threads that bring KV from files pin memory meanwhile, which is no part of this.
-            alone: Any = {"capture_error_mode": "thread_local"}
-            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, **alone):
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, **ALONE):
                 out = compute()
         except RuntimeError:
             if self._must:
                 raise
             logger.warning("%s cannot be captured", self._what, exc_info=True)
             self.enabled = False
+            self._settle()
             return None
         return graph, out
+
+    def _settle(self) -> None:
+        """A capture that fails leaves the device's random numbers waiting for its end, and whoever
+        draws some is refused; the end of another one does as well."""
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, **ALONE):
+            torch.zeros(1, device=self._stream.device)

@@ -56,7 +56,8 @@ def test_rotated_tokens(kinds: tuple[KVFormat, KVFormat], dim: int, rotary: int 
     generator = torch.Generator().manual_seed(dim)
     qkv = torch.randn(len(SLOTS), 8 * dim, generator=generator).to(DEVICE)
     slots = torch.tensor(SLOTS, device=DEVICE)
-    turns = fused.Turns.by_table(rope_table(50, dim, 10_000.0).to(DEVICE), torch.arange(9) * 5)
+    positions = torch.arange(9, device=DEVICE) * 5
+    turns = fused.Turns.by_table(rope_table(50, dim, 10_000.0).to(DEVICE), positions)
     gains = torch.randn(2, dim, generator=generator).to(DEVICE)
     norm = fused.HeadNorm(gains[0], gains[1], 1e-6)
     found = []
