@@ -23,6 +23,8 @@ from mmserve.kernels.work import ENTRY, HEADER, LARGE, SEGMENT, SMALL, SMALL_ROW
 
 LOG2_E = 1.4426950408889634
 
+Kinds = tuple[KVFormat, KVFormat]  # of the own pool and of the vision pool
+
 
 class Scratch:
     """Room for partial results, shared by all layers: `slots` of them; and how many of a single
@@ -34,22 +36,23 @@ class Scratch:
         self.arrived = torch.zeros(heads, dtype=torch.int32, device=device)
 
 
-def _tuning_small(few: bool, dim: int, itemsize: int, kind: KVFormat) -> dict[str, int]:
-    """Block sizes by measurement on an H200. Of bytes more is computed than read: there it pays to
-    have twice as many warps, for which registers are held down."""
-    if kind.bits == 8 and dim <= 128:
-        return {"BLOCK_N": 64, "num_warps": 2, "num_stages": 2, "maxnreg": 128}
+def _tuning_small(few: bool, dim: int, itemsize: int, kinds: Kinds) -> dict[str, int]:
+    """Block sizes by measurement on an H200. Of fewer bits a block is soon read, and long computed
+    on: what is copied ahead pays, and registers, which more warps at a time would have to share."""
+    if dim <= 128 and not all(kind.plain for kind in kinds):
+        return {"BLOCK_N": 32, "num_warps": 1, "num_stages": 3 if kinds[0].plain else 5}
     if few and dim <= 128 and itemsize == 2:
         return {"BLOCK_N": 64, "num_warps": 2, "num_stages": 2}
     return {"BLOCK_N": 32, "num_warps": 1 if dim <= 128 else 2, "num_stages": 3}
 
 
-def _tuning_large(tile_rows: int, dim: int, itemsize: int, kind: KVFormat) -> dict[str, int]:
+def _tuning_large(tile_rows: int, dim: int, itemsize: int, kinds: Kinds) -> dict[str, int]:
     """As above. A short tile is two small ones side by side: the same instructions for each row,
-    and so the same bits."""
+    and so the same bits. Of plain pools each has its warps; else rows are more columns of one."""
     if tile_rows < 64:
-        small = _tuning_small(False, dim, itemsize, kind)
-        return small | {"num_warps": small["num_warps"] * tile_rows // SMALL_ROWS}
+        small = _tuning_small(False, dim, itemsize, kinds)
+        tiles = tile_rows // SMALL_ROWS if all(kind.plain for kind in kinds) else 1
+        return small | {"num_warps": small["num_warps"] * tiles}
     narrow = dim > 128 or itemsize > 2
     warps = tile_rows // 16 if dim > 64 else 4
     return {"BLOCK_N": 32 if narrow else 64, "num_warps": warps, "num_stages": 2}
@@ -88,18 +91,20 @@ def paged_attention(
     header, sunk = work[HEADER * group :], q if sinks is None else sinks
     pools = (*own[:2], *vision[:2], own.k.stride(0), vision.k.stride(0))
     shape |= {"OWN_FORM": form(own, dim), "VISION_FORM": form(vision, dim)}
-    results = (out, scratch.parts, scratch.lses)
+    results, kinds = (out, scratch.parts, scratch.lses), (own.kind, vision.kind)
     if launch.large:
         attention_kernels.attend_many[(launch.large,)](
             work, header, q, *results, *pools, rope, scale, sunk, BLOCK_M=launch.tile_rows,
             LARGE=LARGE, ENTRY=ENTRY, SEGMENT=SEGMENT, TREES=launch.trees, **shape,
-            **_tuning_large(launch.tile_rows, dim, q.element_size(), own.kind),
+            **_tuning_large(launch.tile_rows, dim, q.element_size(), kinds),
         )  # fmt: skip
     if launch.small:
+        # The tensor cores' tiles have 16 rows, and 8 columns, where queries of low bits stand.
+        slim = heads <= 8 * kv_heads and not any(kind.plain for kind in kinds)
         attention_kernels.attend_one[(launch.small,)](
-            work, header, q, *results, *pools, rope, scale, sunk, BLOCK_M=SMALL_ROWS,
-            SMALL=SMALL, LATE=launch.large > 0, **shape,
-            **_tuning_small(launch.few, dim, q.element_size(), own.kind),
+            work, header, q, *results, *pools, rope, scale, sunk, SMALL=SMALL,
+            BLOCK_M=SMALL_ROWS // 2 if slim else SMALL_ROWS, LATE=launch.large > 0, **shape,
+            **_tuning_small(launch.few, dim, q.element_size(), kinds),
         )  # fmt: skip
     if launch.merge:
         attention_kernels.merge[(len(q), heads)](

@@ -16,26 +16,28 @@ import triton.language as tl
 @triton.jit
 def softmax_step(
     s, state_m, state_l, n, valid, lo, hi, tree,
-    MASKED: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr,
+    MASKED: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr, KEYS: tl.constexpr = 1,
 ):  # fmt: skip
     """Of the scores s [M, N] of a block of keys n [N]: p [M, N], what earlier sums fade by, and the
-    new state. The rest as in `_tiles`."""
+    new state. The rest as in `_tiles`. KEYS: their axis, which may be the first."""
     if CAP > 0:
         # CAP tanh(s / CAP), by an exponential that may overflow.
         s = CAP - 2 * CAP / (tl.exp2(s * (2.8853900817779268 / CAP)) + 1)
     if MASKED:
-        read = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
+        key = tl.expand_dims(n, 1 - KEYS)
+        end = tl.expand_dims(hi, KEYS)
+        read = (key >= tl.expand_dims(lo, KEYS)) & (key < end)
         if TREES:
-            bit = n[None, :] - hi[:, None]
-            drawn = (tree[:, None] >> (bit & 63).to(tl.int64)) & 1
+            bit = key - end
+            drawn = (tl.expand_dims(tree, KEYS) >> (bit & 63).to(tl.int64)) & 1
             read |= (bit >= 0) & (bit < 64) & (drawn == 1)
-        s = tl.where(read & valid[None, :], s, -1e30)
-    new_m = tl.maximum(state_m, tl.max(s, 1))
-    p = tl.exp2(s - new_m[:, None])
+        s = tl.where(read & tl.expand_dims(valid, 1 - KEYS), s, -1e30)
+    new_m = tl.maximum(state_m, tl.max(s, KEYS))
+    p = tl.exp2(s - tl.expand_dims(new_m, KEYS))
     if MASKED:
         p = tl.where(s > -1e29, p, 0.0)
     fade = tl.exp2(state_m - new_m)
-    return p, fade, new_m, state_l * fade + tl.sum(p, 1)
+    return p, fade, new_m, state_l * fade + tl.sum(p, KEYS)
 
 
 @triton.jit

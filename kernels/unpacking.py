@@ -45,6 +45,13 @@ def value_groups(code, dim):
 
 
 @triton.constexpr_function
+def group_of(code, dim, part):
+    """Which of a token's scales of values is a part's."""
+    kind = kv_formats.FORMATS[NAMES[code]]
+    return part // kind.parts if kind.value_groups(dim) == 2 else 0
+
+
+@triton.constexpr_function
 def width(parts, dim):
     """Of a part's dimensions, padded."""
     return max(triton.next_power_of_2(dim // parts), 16)
@@ -54,65 +61,86 @@ def width(parts, dim):
 def magnified(code):
     """What scales of values are multiplied by, so that float16 holds their products with
     probabilities: a power of two, by which values come to about twice their size."""
-    return {"fp8_e4m3": 2.0**10, "fp8_e5m2": 2.0**17, "int8": 2.0**8}[NAMES[code]]
+    powers = {"fp8_e4m3": 10, "fp8_e5m2": 17, "int8": 8, "int4": 5, "int2": 3}
+    return 2.0 ** powers[NAMES[code].removesuffix("_outliers")]
 
 
 @triton.constexpr_function
-def element_unit(code):
+def unit(code):
     """What one is of the elements that `elements` gives."""
-    return 2.0**8 if NAMES[code] == "fp8_e4m3" else 1.0
+    return {"fp8_e4m3": 2.0**8, "fp8_e5m2": 1.0}.get(NAMES[code], 2.0**24)
+
+
+@triton.constexpr_function
+def zero(code):
+    """What is zero of them, in units."""
+    return 128.0 if NAMES[code] == "int8" else 0.0
+
+
+@triton.constexpr_function
+def place_of(code, part):
+    """The lowest bit of a group's part in its byte, 0 of bytes."""
+    kind = kv_formats.FORMATS[NAMES[code]]
+    return part // 2 * kind.bits if kind.whole_pages else 0
 
 
 @triton.constexpr_function
 def assembly(code, part):
-    """Two elements of a part from two words; of groups times $2 plus $3.
+    """Two elements of a part from two words; with outliers, times $2 plus $3.
 
-    Instructions that convert integers run at a quarter of the rate. Here an integer is put into the
-    mantissa of a power of two, which is then subtracted.
+    Instructions that convert integers run at a quarter of the rate. Here an integer stands where it
+    is in the mantissa: a float16 too small to be normal, which the tensor cores take as any other.
+    With outliers levels are to be whole: the mantissa is a power of two's, which is subtracted.
     """
     kind, odd = kv_formats.FORMATS[NAMES[code]], part % 2
-    if kind.bits == 8:
-        # fp8: each byte to the upper half of 16 bits. int8: its sign bit turned, it is 128 more.
-        shifted = f"prmt.b32 t, $1, 0, {0x3414 if odd else 0x2404};"
-        body = {
-            "fp8_e4m3": f"{shifted} shr.b32 u, t, 1; and.b32 u, u, 0x3f803f80;"
+    body = "shr.b32 t, $1, 8;" if odd else "mov.b32 t, $1;"
+    if kind.name == "int8":  # its sign bit turned, it is 128 more
+        body += " lop3.b32 $0, t, 0x00ff00ff, 0x00800080, 0x6A;"
+    elif kind.bits == 8:  # each byte to the upper half of 16 bits
+        body = f"prmt.b32 t, $1, 0, {0x3414 if odd else 0x2404};"
+        body += {
+            "fp8_e4m3": " shr.b32 u, t, 1; and.b32 u, u, 0x3f803f80;"
             " lop3.b32 $0, t, 0x80008000, u, 0xEA;",
-            "fp8_e5m2": f"{shifted} mov.b32 $0, t;",
-            "int8": f"shr.b32 t, $1, {8 if odd else 0};"
-            " lop3.b32 t, t, 0x00ff00ff, 0x64806480, 0x6A; mov.b32 u, 0x64806480;"
-            " sub.rn.f16x2 $0, t, u;",
+            "fp8_e5m2": " mov.b32 $0, t;",
         }[kind.name]
     else:
-        at = part // 2 * kind.bits
+        at = place_of(code, part)
         mask = (2**kind.bits - 1 << at) * 0x10001
-        power = (0x6400 - at * 0x400) * 0x10001  # whose mantissa counts in units of bit `at`
-        body = "shr.b32 t, $1, 8;" if odd else "mov.b32 t, $1;"
-        body += f" lop3.b32 t, t, {mask}, {power}, 0xEA; mov.b32 u, {power};"
-        body += " sub.rn.f16x2 t, t, u; fma.rn.f16x2 $0, t, $2, $3;"
+        if kind.outliers:
+            power = (0x6400 - at * 0x400) * 0x10001  # whose mantissa counts in units of bit `at`
+            body += f" lop3.b32 t, t, {mask}, {power}, 0xEA; mov.b32 u, {power};"
+            body += " sub.rn.f16x2 t, t, u; fma.rn.f16x2 $0, t, $2, $3;"
+        else:
+            body += f" and.b32 $0, t, {mask};"
     return "{ .reg .b32 t, u; " + body + " }"
 
 
 @triton.jit
 def elements(words, CODE: tl.constexpr, PART: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """A part of bytes: float16 in the shape of the words uint16, in units of `element_unit`."""
+    """A part: float16 in the shape of the words uint16, `zero` more than they are, in units of
+    `unit`, which of groups count in the part's lowest bit."""
     if ASSEMBLY:
         x = tl.inline_asm_elementwise(
             assembly(CODE, PART), "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         byte = (words >> (PART % 2 * 8)) & 0xFF
-        if CODE == INT8:
-            x = byte.to(tl.uint8).to(tl.int8, bitcast=True).to(tl.float16)
+        if bits_of(CODE) < 8:
+            bits = byte & (((1 << bits_of(CODE)) - 1) << place_of(CODE, PART))
+        elif CODE == INT8:
+            bits = byte ^ 0x80
         elif CODE == E5M2:
-            x = (byte << 8).to(tl.float16, bitcast=True)
+            bits = byte << 8
         else:
-            x = (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.float16, bitcast=True)
+            bits = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
+        x = bits.to(tl.uint16).to(tl.float16, bitcast=True)
     return x
 
 
 @triton.jit
 def levels(words, scale, low, CODE: tl.constexpr, PART: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """A part of groups in the shape of the words; scale and low float16, to be broadcast."""
+    """A part of groups that have outliers, in the shape of the words; scale and low float16, to be
+    broadcast."""
     if ASSEMBLY:
         x = tl.inline_asm_elementwise(
             assembly(CODE, PART), "=r,r,r,r", [words, scale, low],
@@ -128,7 +156,37 @@ def levels(words, scale, low, CODE: tl.constexpr, PART: tl.constexpr, ASSEMBLY: 
 
 @triton.jit
 def halves(pairs):
-    """Two bfloat16s of each uint32, as float16."""
-    first = (pairs << 16).to(tl.float32, bitcast=True).to(tl.float16)
-    second = (pairs & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.float16)
+    """Two bfloat16s of each uint32, as float32."""
+    first = (pairs << 16).to(tl.float32, bitcast=True)
+    second = (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
     return first, second
+
+
+@triton.jit
+def outlying_keys(
+    x, tile, dim, ok, token, D: tl.constexpr, PAGE: tl.constexpr, DATA: tl.constexpr
+):  # fmt: skip
+    """Keys x [N, C] with each channel's outlier in its place."""
+    at = tile + 2 * DATA + 4 * D
+    value = tl.load(at.to(tl.pointer_type(tl.bfloat16)) + dim, mask=ok, other=0.0)
+    place = tl.load(at + 2 * D + dim, mask=ok, other=255)
+    value = value.to(tl.float32).to(tl.float16)
+    return tl.where(place[None, :] == token[:, None], value[None, :], x)
+
+
+@triton.jit
+def outlying_values(
+    x, tile, dim, token, group,
+    D: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, DATA: tl.constexpr,
+):  # fmt: skip
+    """Values x [C, N] of a group of their token's with the group's outlier in its place."""
+    which = token * GROUPS
+    first = dim
+    if GROUPS == 2:
+        which += group
+        first = dim - group * (D // 2)
+    at = tile + 2 * DATA + 4 * GROUPS * PAGE
+    value = tl.load(at.to(tl.pointer_type(tl.bfloat16)) + which)
+    place = tl.load(at + 2 * GROUPS * PAGE + which)
+    value = value.to(tl.float32).to(tl.float16)
+    return tl.where(place[None, :] == first[:, None], value[None, :], x)

@@ -46,6 +46,10 @@ from mmserve.spec.drafter import FINAL
 # Steps of at most so many rows are captured; longer ones hide their launches behind their work.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
+# Of a chunk, from which on the library's attention is worth its launches: it takes the host ten a
+# layer, through which shorter chunks had the device wait.
+DENSE_ROWS = 1024
+
 # Deterministic steps are always of so many rows: the libraries' products choose their order of
 # summation by the number of rows, and by nothing else that differs between a request's companies.
 SLICE = 64
@@ -305,7 +309,7 @@ class CUDARunner(ModelRunner):
 
     def _reads_itself(self, reader: work.Reader, slots: Any) -> bool:
         """Whether a library's causal attention over the chunk alone is all it takes."""
-        if reader.num_queries <= BUCKETS[-1] or not self._reads_densely:
+        if reader.num_queries < DENSE_ROWS or not self._reads_densely:
             return False
         lo, hi, visual_lo, visual_hi = reader.matrix
         visual = np.maximum(visual_hi - visual_lo, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mmserve.kernels import fused
 from mmserve.model.cuda_step import CUDAStep
 
-WIDEST = 128  # dimensions of a head up to which one launch for a single row is quicker than three
+WIDEST = 96  # dimensions of a head up to which one launch for a single row is quicker than three
 
 
 class CUDAHeads:
