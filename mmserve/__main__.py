@@ -33,14 +33,6 @@ from mmserve.train_command import add_train_command
 EXIT_ENGINE_LOST = 75  # EX_TEMPFAIL: started anew, it may well work
 
 
-def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
-    keys = list(args.api_key or [])
-    if args.api_key_file:
-        keys += args.api_key_file.read_text().split()
-    keys += os.environ.get("MMSERVE_API_KEY", "").split()
-    return tuple(keys)
-
-
 def data_dir(args: argparse.Namespace) -> Path | None:
     """The folder that was named; None for the word `none`."""
     if args.data_dir is None:
@@ -58,10 +50,13 @@ def _serve(args: argparse.Namespace) -> None:
     server = ServerConfig(
         host=args.host,
         port=args.port,
-        api_keys=_api_keys(args),
+        api_keys=(*(args.api_key or ()), *os.environ.get("MMSERVE_API_KEY", "").split()),
+        api_key_file=args.api_key_file,
         admin_keys=(*(args.admin_key or ()), *os.environ.get("MMSERVE_ADMIN_KEY", "").split()),
         allow_origins=tuple(args.allow_origin or ()),
         allow_image_hosts=tuple(args.allow_image_host or ()),
+        log_format=args.log_format,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
         data_dir=data_dir(args),
@@ -216,21 +211,28 @@ def _models(args: argparse.Namespace) -> None:
     print(listing())
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mmserve", description=__doc__.splitlines()[0])
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="command")
-
-    serve = commands.add_parser("serve", help="the HTTP and WebSocket server with the chat page")
+def _add_border_flags(serve: argparse.ArgumentParser) -> None:
+    """Where it listens and to whom, what it keeps, and what it tells of itself."""
     border = ServerConfig()
     serve.add_argument("--host", default=border.host)
     serve.add_argument("--port", type=flags.port, default=border.port)
     serve.add_argument("--api-key", action="append", help="may be given several times")
-    serve.add_argument("--api-key-file", type=flags.file, help="keys separated by white space")
+    serve.add_argument(
+        "--api-key-file",
+        type=flags.file,
+        help="keys, one a line, with names and limits (docs/tenants.md); read again when changed",
+    )
     serve.add_argument(
         "--admin-key", action="append", help="for `mmserve kv` and the KV view; several times"
     )
     serve.add_argument("--allow-origin", action="append", metavar="ORIGIN")
+    serve.add_argument("--log-format", choices=("text", "json"), default=border.log_format)
+    serve.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send traces to a collector, such as http://127.0.0.1:4318/v1/traces; needs "
+        "mmserve[otel]",
+    )
     serve.add_argument("--ssl-certfile", type=flags.file)
     serve.add_argument("--ssl-keyfile", type=flags.file)
     serve.add_argument(
@@ -244,6 +246,15 @@ def build_parser() -> argparse.ArgumentParser:
         default=os.environ.get("MMSERVE_DATABASE_URL") or None,
         help="SQLAlchemy's (default: $MMSERVE_DATABASE_URL, or SQLite in the data folder)",
     )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mmserve", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    serve = commands.add_parser("serve", help="the HTTP and WebSocket server with the chat page")
+    _add_border_flags(serve)
     add_engine_flags(serve)
     add_image_flags(serve)
     add_tier_flags(serve)

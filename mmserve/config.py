@@ -226,10 +226,13 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    api_key_file: Path | None = None  # see server/key_file.py; read again when it changes
     admin_keys: tuple[str, ...] = ()  # for what reads or plants everybody's; empty: nobody may
     allow_origins: tuple[str, ...] = ()
     # Whom images are fetched from by URL, each with a scheme and port; empty: nobody.
     allow_image_hosts: tuple[str, ...] = ()
+    log_format: str = "text"  # or json
+    otlp_traces_endpoint: str | None = None  # None: nothing is traced
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     data_dir: Path | None = None  # for what must outlive the process; None: nothing does

@@ -39,11 +39,14 @@ from mmserve.server.image_fetch import ImageFetcher
 from mmserve.server.image_keeper import ImageKeeper
 from mmserve.server.journal import Database, Journal, NoJournal
 from mmserve.server.kv_feed import KVFeed
+from mmserve.server.limits import RATE_HEADERS
 from mmserve.server.memory_guard import MemoryGuard
 from mmserve.server.page import Page
 from mmserve.server.server_metrics import ServerMetrics
 from mmserve.server.services import Services
 from mmserve.server.store import ResponseStore
+from mmserve.server.tenants import Tenants
+from mmserve.server.tracing import TraceContext, tracing_to
 
 SWEEP_S = 60.0  # between two looks for expired files and responses
 MEMORY_S = 1.0  # between two looks at the host's memory
@@ -55,7 +58,8 @@ def _services(engine: EngineFace, config: ServerConfig) -> Services:
     journal: Journal = database or NoJournal()
     blobs = BlobStore(None if folder is None else folder / "blobs", journal, config.faults)
     files = FileStore(blobs, config, journal)
-    images = ImageKeeper(engine)
+    tenants = Tenants(config)
+    images = ImageKeeper(engine, lambda owner: tenants.account(owner).tenant)
     responses = ResponseStore(config, blobs, journal, on_pins=images.moved)
     if database is not None:
         files.restore(database)
@@ -63,6 +67,8 @@ def _services(engine: EngineFace, config: ServerConfig) -> Services:
     return Services(
         engine=engine,
         config=config,
+        tenants=tenants,
+        tracing=tracing_to(config.otlp_traces_endpoint),
         journal=journal,
         blobs=blobs,
         files=files,
@@ -117,10 +123,11 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
         await services.engine.stop()
         services.blobs.close()
         services.journal.close()
+        await asyncio.to_thread(services.tracing.close)
 
 
-def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware]:
-    layers = [Middleware(Envelope, config=config, metrics=metrics)]
+def _middleware(config: ServerConfig, services: Services) -> list[Middleware]:
+    layers = [Middleware(Envelope, config=config, metrics=services.metrics)]
     if config.allow_origins:
         layers.append(
             Middleware(
@@ -128,10 +135,12 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
                 allow_origins=config.allow_origins,
                 allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
-                expose_headers=("x-request-id", "retry-after"),
+                expose_headers=("x-request-id", "retry-after", *RATE_HEADERS),
             )
         )
-    layers.append(Middleware(Guard, config=config))
+    layers.append(Middleware(Guard, config=config, tenants=services.tenants))
+    if config.otlp_traces_endpoint is not None:
+        layers.append(Middleware(TraceContext, tracing=services.tracing))
     return layers
 
 
@@ -158,7 +167,7 @@ def create_app(
             *kv_files.ROUTES,
             *kv_view.ROUTES,
         ],
-        middleware=_middleware(config, services.metrics),
+        middleware=_middleware(config, services),
         exception_handlers={
             RequestError: on_request_error,
             HTTPException: on_http_exception,

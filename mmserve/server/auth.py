@@ -1,20 +1,17 @@
 """Who may ask: API keys, and the Origin and Host checks of a server without keys.
 
 Owns `Guard`, the middleware before every route, and the rule for keys in WebSocket sub-protocols.
-It hands on the owner (a digest), never the key. Knows nothing of what is asked.
+It hands on the owner (a name or a digest), never the key. Knows nothing of what is asked.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.websockets import WebSocket
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mmserve.config import ServerConfig
 from mmserve.errors import RequestError
@@ -25,6 +22,8 @@ from mmserve.server.errors import (
     error_object,
     error_response,
 )
+from mmserve.server.key_file import Entry
+from mmserve.server.tenants import Tenants
 from mmserve.server.wire import dumps
 
 ANONYMOUS = "anonymous"
@@ -32,28 +31,11 @@ SUBPROTOCOL = "realtime"
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 OPEN_PATHS = frozenset({"/health", "/health/live"})
+OPERATOR_PATHS = frozenset({"/metrics"})  # where there are keys: hit rates tell of everybody
 ADMIN_PATH = "/v1/kv"  # reads and plants what belongs to everybody
 VIEW_PATH = f"{ADMIN_PATH}/view"  # tells of it in counts and ids, and forgets
 FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 CLOSED_ROOTS = frozenset({"v1", "metrics", "version"})  # the rest is the page, which holds no data
-
-
-class Keys:
-    """The accepted API keys, held as digests."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def owner(self, key: str | None) -> str | None:
-        """The owner's name of a right key, None for a wrong one. Constant time over all keys."""
-        if key is None:
-            return None
-        digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return digest.hex()[:16] if any(matches) else None
 
 
 def bearer(headers: Headers) -> str | None:
@@ -82,11 +64,12 @@ def needs_admin(path: str) -> bool:
 
 
 class Guard:
-    """Answers what may not pass; sets `scope["mmserve.owner"]` on what may."""
+    """Answers what may not pass; sets `scope["mmserve.owner"]` on what may, and tells a tenant with
+    limits on each answer what is left of them."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, tenants: Tenants) -> None:
         self._app = app
-        self._keys, self._admins = Keys(config.api_keys), Keys(config.admin_keys)
+        self._tenants = tenants
         self._origins = frozenset(origin.rstrip("/").lower() for origin in config.allow_origins)
         self._hosts = LOOPBACK | {config.host.lower()}
         self._hosts |= {host_of(urlsplit(origin).netloc) for origin in self._origins}
@@ -94,39 +77,61 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
-        connection = HTTPConnection(scope)
         scope["mmserve.owner"] = ANONYMOUS
         try:
-            if needs_admin(scope["path"]):
-                if self._keys or self._admins or not _under(scope["path"], VIEW_PATH):
-                    scope["mmserve.owner"] = self._owner(connection, self._admins)
-                else:
-                    self._check_near(connection)
-                    self._check_site(connection)
-            elif self._keys:
-                if needs_key(scope["path"]):
-                    scope["mmserve.owner"] = self._owner(connection, self._keys)
-            elif scope["path"] not in OPEN_PATHS:
-                self._check_site(connection)
+            entry = self._admit(HTTPConnection(scope))
             if scope["type"] == "websocket":
                 self._check_subprotocols(scope)
         except RequestError as error:
             return await self._refuse(error, scope, receive, send)
-        await self._app(scope, receive, send)
+        if entry is None:
+            return await self._app(scope, receive, send)
+        scope["mmserve.owner"] = entry.owner
+        if scope["type"] == "websocket":
+            held = HeldSocket(self._tenants, entry, receive, send)
+            return await self._app(scope, held.receive, held.send)
+        await self._app(scope, receive, self._telling(entry, send))
 
-    def _owner(self, connection: HTTPConnection, keys: Keys) -> str:
-        if not keys:
+    def _admit(self, connection: HTTPConnection) -> Entry | None:
+        """The key that something is asked with; None: it needs none. Raises `RequestError`."""
+        path, tenants = connection.scope["path"], self._tenants
+        if needs_admin(path):
+            if tenants.needs_keys or tenants.has_admins or not _under(path, VIEW_PATH):
+                return self._entry(connection, admin=True)
+            self._check_near(connection)
+            self._check_site(connection)
+        elif tenants.needs_keys:
+            if needs_key(path):
+                return self._entry(connection, admin=path in OPERATOR_PATHS)
+        elif path not in OPEN_PATHS:
+            self._check_site(connection)
+        return None
+
+    def _entry(self, connection: HTTPConnection, *, admin: bool) -> Entry:
+        if admin and not self._tenants.has_admins:
             raise AdminOnlyError("This needs an admin key, and the server has none (--admin-key).")
         key = bearer(connection.headers)
         for element in connection.scope.get("subprotocols", ()):
             if key is None and element.startswith(KEY_SUBPROTOCOL):
                 key = element[len(KEY_SUBPROTOCOL) :]
-        owner = keys.owner(key)
-        if owner is None:
-            raise InvalidAPIKeyError(
-                "No API key was given." if key is None else "The API key is not valid."
-            )
-        return owner
+        if key is None:
+            raise InvalidAPIKeyError("No API key was given.")
+        entry = self._tenants.find(key, admin=admin)
+        if entry is None:
+            raise InvalidAPIKeyError("The API key is not valid.")
+        return entry
+
+    def _telling(self, entry: Entry, send: Send) -> Send:
+        meter = self._tenants.account(entry.owner).meter
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start" and (left := meter.headers()):
+                headers = MutableHeaders(raw=list(message.get("headers", ())))
+                headers.update(left)
+                message = {**message, "headers": headers.raw}
+            await send(message)
+
+        return tell
 
     def _check_near(self, connection: HTTPConnection) -> None:
         """Without any key, only a browser on this machine, and not through somebody's proxy."""
@@ -176,3 +181,28 @@ class Guard:
 def chosen_subprotocol(scope: Scope) -> str | None:
     """What to answer a handshake with: never the element that carries a key."""
     return SUBPROTOCOL if SUBPROTOCOL in scope["subprotocols"] else None
+
+
+class HeldSocket:
+    """A WebSocket that lives as long as its key does: what is said once that is withdrawn, by
+    either side, closes it."""
+
+    def __init__(self, tenants: Tenants, entry: Entry, receive: Receive, send: Send) -> None:
+        self._tenants, self._entry = tenants, entry
+        self._receive, self._send = receive, send
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] != "websocket.receive" or self._tenants.holds(self._entry):
+            return message
+        await self._close()
+        return {"type": "websocket.disconnect", "code": 1008}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "websocket.send" and not self._tenants.holds(self._entry):
+            await self._close()
+            raise WebSocketDisconnect(1008)
+        await self._send(message)
+
+    async def _close(self) -> None:
+        await self._send({"type": "websocket.close", "code": 1008, "reason": "invalid_api_key"})

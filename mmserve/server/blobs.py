@@ -1,6 +1,6 @@
 """Encoded image and file bytes, kept once by content.
 
-`BlobStore` owns a folder: each distinct content is one file, shared by everyone who holds its
+`BlobStore` owns a folder: each distinct content is one file, shared by all of one salt who hold its
 `Blob`, and gone when the last holder is. Bytes in memory are never kept for it. In a folder that
 was given, files outlive the process: they are written whole or not at all. `MemoryBlob` is for what
 must never touch the disk. Knows nothing of images, responses or uploads.
@@ -110,13 +110,14 @@ class BlobStore:
             self._loop = asyncio.get_running_loop()
         self._found.clear()
 
-    async def put(self, data: bytes) -> DiskBlob:
-        """The blob of these bytes, written unless it is held already.
+    async def put(self, data: bytes, salt: bytes = b"") -> DiskBlob:
+        """The blob of these bytes, written unless it is held already under the same salt: that
+        takes less time, which is to tell nobody what others hold.
 
         Raises `StorageUnavailableError`.
         """
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
-        known = self._blobs.get(digest)
+        known = self._blobs.get(digest + salt)
         if known is not None:
             return known
         assert self._folder is not None
@@ -126,20 +127,20 @@ class BlobStore:
             await asyncio.to_thread(self._write, path, data)
         except OSError as error:
             raise StorageUnavailableError(f"It cannot be stored: {error.strerror}.") from error
-        known = self._blobs.get(digest)
+        known = self._blobs.get(digest + salt)
         if known is not None:  # somebody wrote the same while we did
             path.unlink(missing_ok=True)
             return known
-        return self._register(path, digest, len(data))
+        return self._register(path, digest, len(data), salt)
 
     def _write(self, path: Path, data: bytes) -> None:
         self._faults.at("blob.write")
         with replacing(path, lasts=self._temporary is None) as part:
             part.write_bytes(data)
 
-    def _register(self, path: Path, digest: bytes, size: int) -> DiskBlob:
+    def _register(self, path: Path, digest: bytes, size: int, salt: bytes = b"") -> DiskBlob:
         blob = DiskBlob(path, digest, size)
-        self._blobs[digest] = blob
+        self._blobs[digest + salt] = blob
         self.used_bytes += size
         weakref.finalize(blob, self._drop, path, size).atexit = False
         return blob

@@ -47,7 +47,7 @@ from mmserve.server.sampling import (
     text_only,
     unsupported,
 )
-from mmserve.server.services import Services, owner_of, services_of
+from mmserve.server.services import Services, access_of, owner_of, services_of
 from mmserve.server.wire import (
     DONE,
     EventStream,
@@ -356,8 +356,10 @@ async def create_chat_completion(request: Request) -> Response:
     chat = parse_chat(body, services)
     deadline = Deadline.of(body, services.config.max_request_s, request.headers)
 
+    access = access_of(request)
+
     async def prepare() -> Prompt:
-        return await services.engine.prepare(
+        return await access.prepare(
             await _render(chat, services, owner_of(request)),
             continue_final=chat.continue_final,
             tools=chat.calling.described,
@@ -366,7 +368,7 @@ async def create_chat_completion(request: Request) -> Response:
 
     async def begin() -> Completion:
         prompt = await deadline.bound(prepare())
-        generation = services.engine.submit(new_id("chatcmpl"), prompt, chat.params)
+        generation = access.submit(new_id("chatcmpl"), prompt, chat.params)
         bound, model = deadline.bind(generation), services.info.name
         completion = Completion(chat, bound, model, services.chats.discard)
         services.chats.add(completion)

@@ -46,7 +46,7 @@ def _held(turn: Turn) -> list[StoredImage]:
 
 async def _json(services: Services, turn: Turn, images: list[StoredImage]) -> dict[str, Any]:
     state, first = turn.history().state, _first_turns(turn)
-    held = await services.images.held(images)
+    held = await services.images.held(turn.owner, images)
     data = [
         {
             "object": "response.image",
@@ -112,10 +112,10 @@ async def _change(request: Request, how: Change, *, fetch: bool = False) -> Resp
     try:
         for image in images:
             if image.digest in pinned:
-                await services.images.pin(image)
+                await services.images.pin(turn.owner, image)
         await services.responses.change_session(turn, every)
     finally:
-        services.images.release(images)
+        services.images.release(turn.owner, images)
     body = await _json(services, turn, images)
     elsewhere = any(image["state"] != ACTIVE for image in body["data"])
     if turn.history().state.forgotten != before or (fetch and elsewhere):

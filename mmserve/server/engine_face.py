@@ -14,7 +14,7 @@ from mmserve.config import ImageLimits
 from mmserve.held_image import HeldImage, ImageId
 from mmserve.kv_snapshot import Snapshot
 from mmserve.prompt import Message, Prompt
-from mmserve.request import Constraint, SamplingParams, Streaming, TokenEvent
+from mmserve.request import EVERYBODY, Constraint, SamplingParams, Streaming, Tenant, TokenEvent
 from mmserve.tools import ToolFormat
 
 
@@ -101,12 +101,14 @@ class EngineFace(Protocol):
         continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         constraint: Constraint | None = None,
+        tenant: Tenant = EVERYBODY,
     ) -> Prompt:
         """Check and decode images, count tokens. `tools` are what the model is told of; a
         `constraint` that `submit` will bring is compiled. Raises `RequestError`s."""
 
-    async def identify(self, data: bytes) -> ImageId:
-        """What an image file is called here. Raises `RequestError` where there are no images."""
+    async def identify(self, data: bytes, tenant: Tenant = EVERYBODY) -> ImageId:
+        """What a tenant's image file is called here. Raises `RequestError` where there are no
+        images."""
 
     async def held_images(self, images: Sequence[ImageId]) -> list[HeldImage]:
         """Where each image's KV is."""
@@ -141,6 +143,7 @@ class EngineFace(Protocol):
         prefill_only: bool = False,
         streaming: Streaming | None = None,
         durable: bool = False,
+        tenant: Tenant = EVERYBODY,
     ) -> Generation:
         """Queue a generation; raises `RequestError`s at once. `streaming`: how it goes on where it
         outgrows itself; its last event's usage says what was dropped. `durable`: what it computes

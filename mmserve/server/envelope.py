@@ -1,11 +1,13 @@
 """The outermost layer: request ids, body limits, the access log and faults that nobody caught.
 
-Logs method, path, status and time; never a query, header or body. Knows nothing of routes.
+Logs method, path, status, time and whose it was; never a query, header or body. A client may name
+its request itself (`x-request-id`). Knows nothing of routes.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 
@@ -19,6 +21,7 @@ from mmserve.server.server_metrics import ServerMetrics
 from mmserve.server.wire import ClientGoneError, new_id
 
 MULTIPART_OVERHEAD = 64 * 1024  # bytes around a file in a form
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # that a client may choose
 CLIENT_CLOSED_REQUEST = 499  # for the log and the metrics only; nobody is there to read it
 
 access_log = logging.getLogger("mmserve.access")
@@ -48,7 +51,11 @@ class Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
+        if message["type"] == "websocket.accept":
+            self.status = 101
+            named = (b"x-request-id", self.request_id.encode())
+            message = {**message, "headers": [*message.get("headers", ()), named]}
+        if message["type"] in ("http.response.start", "websocket.http.response.start"):
             self.status = message["status"]
             headers = MutableHeaders(raw=list(message.get("headers", ())))
             headers["x-request-id"] = self.request_id
@@ -59,7 +66,7 @@ class Exchange:
 
 
 class Envelope:
-    """Wraps every HTTP request; WebSockets pass through."""
+    """Wraps every HTTP request and every WebSocket."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, metrics: ServerMetrics) -> None:
         self._app = app
@@ -74,13 +81,15 @@ class Envelope:
         return self._config.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
         began = time.monotonic()
-        path = scope["path"]
+        path, asked = scope["path"], Headers(scope=scope)
         limit = self._limit(path)
-        exchange = Exchange(receive, send, limit, new_id("req"))
-        length = Headers(scope=scope).get("content-length", "")
+        name = asked.get("x-request-id", "")
+        request_id = name if REQUEST_ID.fullmatch(name) else new_id("req")
+        exchange = Exchange(receive, send, limit, request_id)
+        length = asked.get("content-length", "")
         try:
             if length.isdigit() and int(length) > limit:
                 await error_response(exchange.too_large())(scope, receive, exchange.send)
@@ -89,16 +98,25 @@ class Envelope:
         except ClientGoneError:
             exchange.status = CLIENT_CLOSED_REQUEST
         except Exception:
-            log.exception("%s failed", exchange.request_id)
+            log.exception("%s failed", request_id, extra={"fields": {"request_id": request_id}})
+            if scope["type"] == "websocket":
+                raise  # the protocol says on the socket that it has failed
             if exchange.status == 0:
                 await error_response(internal_error())(scope, receive, exchange.send)
-        endpoint = getattr(scope.get("endpoint"), "__name__", "none")
-        self._metrics.request(endpoint, exchange.status)
-        access_log.info(
-            "%s %s %d %.1f ms %s",
-            scope["method"],
-            path.encode("unicode_escape").decode("ascii"),
-            exchange.status,
-            (time.monotonic() - began) * 1e3,
-            exchange.request_id,
-        )
+        finally:
+            self._log(scope, exchange, time.monotonic() - began)
+
+    def _log(self, scope: Scope, exchange: Exchange, seconds: float) -> None:
+        if scope["type"] == "http":
+            endpoint = getattr(scope.get("endpoint"), "__name__", "none")
+            self._metrics.request(endpoint, exchange.status)
+        fields = {
+            "method": scope.get("method", "WEBSOCKET"),
+            "path": scope["path"].encode("unicode_escape").decode("ascii"),
+            "status": exchange.status,
+            "ms": round(seconds * 1e3, 1),
+            "request_id": exchange.request_id,
+            "owner": scope.get("mmserve.owner"),
+        }
+        line = "%(method)s %(path)s %(status)d %(ms).1f ms %(request_id)s"
+        access_log.info(line, fields, extra={"fields": fields})

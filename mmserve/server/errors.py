@@ -97,6 +97,10 @@ class RateLimitError(RequestError):
     kind = "rate_limit_error"
     code = "rate_limit_exceeded"
 
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class GenerationFailedError(RequestError):
     """What ended a running generation, by the code of its last event."""

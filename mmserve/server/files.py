@@ -23,6 +23,7 @@ from mmserve.config import ServerConfig
 from mmserve.errors import RequestError, UnsupportedImageTypeError
 from mmserve.prompt import ImagePart, Message
 from mmserve.server import rows
+from mmserve.server.access import Access
 from mmserve.server.blobs import Blob, BlobStore
 from mmserve.server.errors import (
     MissingParameterError,
@@ -32,7 +33,7 @@ from mmserve.server.errors import (
 )
 from mmserve.server.images import sniff
 from mmserve.server.journal import Database, Journal, NoJournal
-from mmserve.server.services import Services, owner_of, services_of
+from mmserve.server.services import Services, access_of, owner_of, services_of
 from mmserve.server.wire import JSONBody, new_id
 
 log = logging.getLogger("mmserve.server")
@@ -99,9 +100,16 @@ class FileStore:
         return sum(max(file.blob.size, DISK_BLOCK) for file in self._files.values())
 
     async def add(
-        self, data: bytes, *, owner: str, filename: str, purpose: str, ttl_s: int | None
+        self,
+        data: bytes,
+        *,
+        owner: str,
+        salt: bytes = b"",
+        filename: str,
+        purpose: str,
+        ttl_s: int | None,
     ) -> StoredFile:
-        """Keep an upload: it lasts once this returns.
+        """Keep an upload: it lasts once this returns. `salt`: see `BlobStore.put`.
 
         Raises `RequestTooLargeError` when the budget is spent, and `StorageUnavailableError`.
         """
@@ -109,7 +117,7 @@ class FileStore:
         if self.used_bytes + len(data) > self._config.max_files_bytes:
             limit = self._config.max_files_bytes / 2**20
             raise RequestTooLargeError(f"The uploads would pass {limit:g} MiB; delete some.")
-        blob = await self._blobs.put(data)
+        blob = await self._blobs.put(data, salt)
         now = int(time.time())
         file = StoredFile(
             id=new_id("file"),
@@ -181,7 +189,7 @@ def _ttl(form: Any) -> int | None:
     return int(text)
 
 
-async def _checked(services: Services, upload: UploadFile, purpose: str) -> bytes:
+async def _checked(services: Services, access: Access, upload: UploadFile, purpose: str) -> bytes:
     limit = services.config.max_file_bytes
     if upload.size is None or upload.size > limit:
         raise RequestTooLargeError(f"A file may have {limit / 2**20:g} MiB.", param="file")
@@ -189,7 +197,7 @@ async def _checked(services: Services, upload: UploadFile, purpose: str) -> byte
     if not data:
         raise RequestError("The file is empty.", param="file")
     if sniff(data) is not None:
-        await services.engine.prepare([Message("user", (ImagePart(data, "file"),))])
+        await access.prepare([Message("user", (ImagePart(data, "file"),))])
     elif purpose == "vision":
         raise UnsupportedImageTypeError(
             "The file is not a PNG, JPEG, WebP or GIF image.", param="file"
@@ -199,7 +207,9 @@ async def _checked(services: Services, upload: UploadFile, purpose: str) -> byte
 
 async def create_file(request: Request) -> Response:
     """POST /v1/files: multipart `file` and `purpose`."""
-    services = services_of(request)
+    services, access = services_of(request), access_of(request)
+    access.request()
+    access = access.unasked
     async with request.form(max_files=1, max_fields=16, max_part_size=4096) as form:
         upload, purpose = form.get("file"), form.get("purpose")
         if not isinstance(upload, UploadFile):
@@ -209,10 +219,15 @@ async def create_file(request: Request) -> Response:
             raise RequestError(f"'purpose' must be one of: {names}.", param="purpose")
         ttl_s = _ttl(form)
         assert isinstance(purpose, str)
-        data = await _checked(services, upload, purpose)
+        data = await _checked(services, access, upload, purpose)
         filename = (upload.filename or "upload").replace("\\", "/").rsplit("/", 1)[-1][:255]
     file = await services.files.add(
-        data, owner=owner_of(request), filename=filename, purpose=purpose, ttl_s=ttl_s
+        data,
+        owner=owner_of(request),
+        salt=access.account.tenant.salt,
+        filename=filename,
+        purpose=purpose,
+        ttl_s=ttl_s,
     )
     return JSONBody(file.to_json())
 

@@ -40,7 +40,7 @@ async def sent(ref: ImageRef, services: Services, owner: str, *, store: bool) ->
     if ref.file_id is not None:
         blob = uploaded(ref, services, owner)
     elif store:
-        blob = await services.blobs.put(await bytes_at(ref, services))
+        blob = await services.blobs.put(await bytes_at(ref, services), services.salt(owner))
     else:
         blob = MemoryBlob(await bytes_at(ref, services))
     return StoredImage(blob, ref.param, ref.detail, ref.file_id)

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from mmserve.errors import ContextLengthExceededError, RequestError, TooManyImagesError
 from mmserve.prompt import Prompt
+from mmserve.server.access import Access
 from mmserve.server.deadline import Deadline
-from mmserve.server.engine_face import EngineFace, Generation
+from mmserve.server.engine_face import Generation
 from mmserve.server.history import History, render
 from mmserve.server.responses_request import ResponseRequest
 from mmserve.server.window import Budget, cut, in_turn, num_turns, shorter, text_tokens, trim
@@ -22,8 +23,8 @@ HINT = "With 'session_policy' or 'truncation': 'auto' it would go on without its
 class Layout:
     """Prompts of one request."""
 
-    def __init__(self, engine: EngineFace, request: ResponseRequest, deadline: Deadline) -> None:
-        self._engine = engine
+    def __init__(self, access: Access, request: ResponseRequest, deadline: Deadline) -> None:
+        self._access = access
         self._request, self._deadline = request, deadline
 
     async def count(self, history: History) -> Prompt:
@@ -59,11 +60,11 @@ class Layout:
         if request.prefill or history.state.policy is None:
             streaming = None
         else:
-            limit = self._engine.info.max_model_len
+            limit = self._access.info.max_model_len
             streaming = in_turn(history, prompt, limit)
             if params.max_tokens is None:  # the context no longer ends it
                 params = replace(params, max_tokens=limit)
-        return self._engine.submit(
+        return self._access.submit(
             id,
             prompt,
             params,
@@ -74,7 +75,7 @@ class Layout:
 
     def _attempts(self, history: History) -> Iterator[History]:
         """What to try, the longest first."""
-        info, policy = self._engine.info, history.state.policy
+        info, policy = self._access.info, history.state.policy
         if policy is None:
             yield from shorter(history) if self._request.truncate else (history,)
             return
@@ -97,7 +98,7 @@ class Layout:
         policy = history.state.policy
         if policy is None:
             return prompt, history
-        budget = Budget.of(policy, self._engine.info.max_model_len)
+        budget = Budget.of(policy, self._access.info.max_model_len)
         if budget.holds(prompt.num_text_tokens, prompt.num_image_tokens):
             return prompt, history
         less = trim(history, budget, prompt.num_text_tokens, prompt.num_image_tokens)
@@ -105,7 +106,7 @@ class Layout:
 
     async def _prepare(self, history: History) -> Prompt:
         request = self._request
-        preparing = self._engine.prepare(
+        preparing = self._access.prepare(
             await render(history, request.instructions),
             tools=request.calling.described,
             constraint=None if request.prefill else request.params.constraint,

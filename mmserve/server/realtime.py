@@ -51,7 +51,8 @@ class RealtimeSession(SocketSession):
         self._owner = owner_of(socket)
         self._config = RealtimeConfig(services.info)
         self._conversation = Conversation()
-        self._prompts = Prompts(services)
+        self._access = services.access(self._owner)
+        self._prompts = Prompts(self._access)
         self._jobs: dict[str, Job] = {}  # running, by response
         self._tasks: set[asyncio.Task[None]] = set()
         self._writer: str | None = None
@@ -148,7 +149,7 @@ class RealtimeSession(SocketSession):
         if has_images(item):  # refused now rather than by the next response
             parts = await item.message_parts(old=False)
             images = [part for part in parts if not isinstance(part, TextPart)]
-            await self.services.engine.prepare([Message("user", tuple(images))])
+            await self._access.prepare([Message("user", tuple(images))])
         appended = previous is None or previous == conversation.last_id
         before = conversation.add(item, previous)
         body = await item_json(item, "completed")

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from mmserve.errors import ContextLengthExceededError, RequestError, TooManyImagesError
 from mmserve.prompt import Prompt
 from mmserve.request import SamplingParams
+from mmserve.server.access import Access
 from mmserve.server.engine_face import Generation
 from mmserve.server.history import Entry, History, Item, render
 from mmserve.server.realtime_items import cut_points, without
 from mmserve.server.realtime_session import Settings
-from mmserve.server.services import Services
 
 ANSWER_SHARE = 8  # an answer without limit gets one in so many tokens of the context, at least
 QUESTION_SHARE = 8  # and what comes next, one in so many of the room that prompts have
@@ -39,12 +39,12 @@ class Started(NamedTuple):
 class Prompts:
     """Makes prompts of items and submits them."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, access: Access) -> None:
+        self._access = access
 
     def _room(self, settings: Settings) -> int:
         """Tokens a prompt may have, so that there is room for the answer."""
-        limit = self._services.info.max_model_len
+        limit = self._access.info.max_model_len
         answer = settings.params.max_tokens or limit // ANSWER_SHARE
         return max(limit - answer, limit // 2)
 
@@ -88,9 +88,8 @@ class Prompts:
         async with aclosing(fits):
             async for fitted in fits:
                 try:
-                    generation = self._services.engine.submit(
-                        id, fitted.prompt, params, prefill_only=prefill_only
-                    )
+                    access = self._access.unasked if prefill_only else self._access
+                    generation = access.submit(id, fitted.prompt, params, prefill_only=prefill_only)
                 except ContextLengthExceededError as error:
                     refused = error  # a pool may have less room than the context
                 else:
@@ -140,7 +139,7 @@ class Prompts:
         history = History(tuple(Entry(item, old=old) for item in items))
         messages = await render(history, settings.instructions)
         try:
-            prompt = await self._services.engine.prepare(
+            prompt = await self._access.unasked.prepare(
                 messages,
                 tools=settings.calling.described,
                 constraint=settings.params.constraint,

@@ -114,9 +114,11 @@ class Responder:
 
     async def count(self, request: ResponseRequest) -> Prompt:
         """The prompt this request would make; nothing is stored."""
+        access = self._services.access(self._owner)
+        access.request()
         parent = self._parent(request.previous_response_id)
         items = await self._items(request, store=False)
-        layout = Layout(self._services.engine, request, Deadline(None))
+        layout = Layout(access.unasked, request, Deadline(None))
         return await layout.count(_history(parent, request).add(items))
 
     async def start(
@@ -130,7 +132,7 @@ class Responder:
         id = new_id("resp")
         # What was not to be stored must not reach the disk as the history of what is.
         durable = request.store and (parent is None or parent.durable)
-        layout = Layout(self._services.engine, request, deadline)
+        layout = Layout(self._services.access(self._owner), request, deadline)
         generation, laid = await layout.submit(id, history, durable=durable)
         if parent is not None:
             parent.continued = True

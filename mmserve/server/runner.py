@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from mmserve.config import ServerConfig
+from mmserve.server import logs
 from mmserve.server.app import create_app
 from mmserve.server.auth import LOOPBACK
 from mmserve.server.engine_face import EngineFace
@@ -134,7 +135,8 @@ class Server(uvicorn.Server):
 
 def make_server(config: ServerConfig, engine: EngineFace) -> Server:
     """A server that has not started. Raises `InsecureBindError`."""
-    if not config.api_keys and config.host not in LOOPBACK:
+    needs_keys = config.api_keys or config.api_key_file is not None
+    if not needs_keys and config.host not in LOOPBACK:
         raise InsecureBindError(f"Listening on {config.host} needs an API key.")
     app = create_app(engine, config)
     return Server(
@@ -149,6 +151,7 @@ def make_server(config: ServerConfig, engine: EngineFace) -> Server:
             ws_max_size=config.max_frame_bytes,
             ws_per_message_deflate=False,  # images do not shrink, and text is short
             access_log=False,  # ours never shows a query
+            log_config=None,  # nor does ours quote what failed
             server_header=False,
             log_level="warning",
             timeout_graceful_shutdown=LAST_WORDS_S,
@@ -181,7 +184,7 @@ def serve(config: ServerConfig, engine: EngineFace) -> None:
 
     Raises `CannotListenError`, whatever kept the engine from starting, or `EngineLostError`.
     """
-    logging.getLogger("mmserve.access").setLevel(logging.INFO)
+    logs.install(config.log_format)
     allow_many_files()
     server = make_server(config, engine)
     with listen(config) as sock:

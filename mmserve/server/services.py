@@ -16,9 +16,12 @@ from starlette.requests import HTTPConnection
 
 from mmserve.config import ServerConfig
 from mmserve.errors import EngineUnavailableError, ModelLoadingError, ShuttingDownError
+from mmserve.server.access import Access
 from mmserve.server.blobs import BlobStore
 from mmserve.server.engine_face import EngineFace, ModelInfo
 from mmserve.server.journal import Journal
+from mmserve.server.tenants import Tenants
+from mmserve.server.tracing import Tracing
 from mmserve.server.wire import StreamLimits
 
 if TYPE_CHECKING:
@@ -48,6 +51,8 @@ class Services:
 
     engine: EngineFace
     config: ServerConfig
+    tenants: Tenants
+    tracing: Tracing
     journal: Journal
     blobs: BlobStore
     files: FileStore
@@ -107,6 +112,14 @@ class Services:
         if waits := [asyncio.ensure_future(job.wait()) for job in self.jobs]:
             await asyncio.wait(waits, timeout=STOP_S)
 
+    def access(self, owner: str) -> Access:
+        """The engine, on behalf of somebody."""
+        return Access(self.engine, self.tenants.account(owner), self.tracing)
+
+    def salt(self, owner: str) -> bytes:
+        """Equal for those who may share what is held."""
+        return self.tenants.account(owner).tenant.salt
+
     def status(self) -> str:
         """loading | ok | restarting | stalled | draining | dead."""
         return "draining" if self.draining else self.engine.status
@@ -135,8 +148,13 @@ def services_of(connection: HTTPConnection) -> Services:
 
 
 def owner_of(connection: HTTPConnection) -> str:
-    """A digest of the caller's key; the same for all callers where there are no keys."""
+    """The name of the caller's key, or a digest of it; the same for all where there are no keys."""
     return cast(str, connection.scope["mmserve.owner"])
+
+
+def access_of(connection: HTTPConnection) -> Access:
+    """The engine, on behalf of the caller."""
+    return services_of(connection).access(owner_of(connection))
 
 
 def turn_of(connection: HTTPConnection) -> Turn:

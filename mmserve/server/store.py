@@ -178,8 +178,8 @@ class ResponseStore:
     config: ServerConfig
     blobs: BlobStore
     journal: Journal = field(default_factory=NoJournal)
-    # Told how the images that a stored turn has pinned change: before, after.
-    on_pins: Callable[[frozenset[str], frozenset[str]], None] = lambda before, after: None
+    # Told how the images that a stored turn has pinned change: its owner, before, after.
+    on_pins: Callable[[str, frozenset[str], frozenset[str]], None] = lambda *_: None
     _turns: OrderedDict[str, Turn] = field(default_factory=OrderedDict)
     _items: dict[tuple[str, str], Item] = field(default_factory=dict)
     _logs: OrderedDict[str, Turn] = field(default_factory=OrderedDict)
@@ -196,7 +196,7 @@ class ResponseStore:
             turn.base, turn.parent = turn.parent.history(), None
         self._turns[turn.id] = turn
         self._index(turn.owner, turn.items)
-        self.on_pins(NO_PINS, turn.session.pinned)
+        self.on_pins(turn.owner, NO_PINS, turn.session.pinned)
         if turn.durable:
             commit = self.journal.write(rows.insert(rows.TURNS, **_turn_row(turn)))
             self.expire()
@@ -233,12 +233,12 @@ class ResponseStore:
         self.get(turn.id, turn.owner)
         before = turn.session, turn.kept
         turn.change(how)
-        self.on_pins(before[0].pinned, turn.session.pinned)
+        self.on_pins(turn.owner, before[0].pinned, turn.session.pinned)
         try:
             await self.keep_session(turn)
         except StorageUnavailableError:
             if turn.id in self._turns:
-                self.on_pins(turn.session.pinned, before[0].pinned)
+                self.on_pins(turn.owner, turn.session.pinned, before[0].pinned)
             turn.session, turn.kept = before
             raise
 
@@ -299,7 +299,7 @@ class ResponseStore:
         for item in (*turn.items, *turn.outputs):
             self._items.pop((turn.owner, item.id), None)
         self._forget_log(turn.id)
-        self.on_pins(turn.session.pinned, NO_PINS)
+        self.on_pins(turn.owner, turn.session.pinned, NO_PINS)
 
     async def delete(self, turn: Turn) -> None:
         """As `remove`, and for good once this returns. Raises `StorageUnavailableError`."""
@@ -319,14 +319,15 @@ class ResponseStore:
         self._forget(turn)
         self.journal.write(rows.remove_turn(id))
 
-    def pinned(self) -> Iterator[StoredImage]:
-        """The images that stored turns have pinned, each once."""
-        found: set[str] = set()
+    def pinned(self) -> Iterator[tuple[str, StoredImage]]:
+        """The images that stored turns have pinned, each once, with their owner."""
+        found: set[tuple[str, str]] = set()
         for turn in list(self._turns.values()):
-            if wanted := turn.session.pinned - found:
-                images = {i.digest: i for i in turn.history().shown if i.digest in wanted}
-                found |= images.keys()
-                yield from images.values()
+            for image in turn.history().shown if turn.session.pinned else ():
+                name = turn.owner, image.digest
+                if image.digest in turn.session.pinned and name not in found:
+                    found.add(name)
+                    yield turn.owner, image
 
     def restore(self, database: Database) -> None:
         """Take in what an earlier process kept; what has expired goes with the next `expire`.
@@ -348,7 +349,7 @@ class ResponseStore:
             if not row.hidden:
                 self._turns[turn.id] = turn
                 self._index(turn.owner, (*turn.items, *turn.outputs))
-                self.on_pins(NO_PINS, turn.session.pinned)
+                self.on_pins(turn.owner, NO_PINS, turn.session.pinned)
 
     def _turn(self, row: sa.Row[Any], known: dict[str, Turn]) -> Turn:
         question, find = json.loads(row.question), self.blobs.find

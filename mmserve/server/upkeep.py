@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mmserve.errors import RequestError
 from mmserve.prompt import Message, Prompt, TextPart
 from mmserve.request import FinishReason, SamplingParams
+from mmserve.server.access import Access
 from mmserve.server.answer import Answer
 from mmserve.server.errors import StorageUnavailableError
 from mmserve.server.history import Entry, History, render
@@ -107,10 +108,10 @@ class Upkeep:
         earlier summary came late."""
         messages = await render(gone, self.instructions)
         messages.append(Message("user", (TextPart(ASK),)))
-        prompt = await self._prepare(messages)
+        prompt = await self._prepare(turn, messages)
         params = SamplingParams(max_tokens=limit, temperature=0.0)
         id = request_id("summary", turn)
-        generation = self.services.engine.submit(id, prompt, params)
+        generation = self._access(turn).submit(id, prompt, params)
         pieces: list[str] = []
         try:
             async for event in generation:
@@ -127,9 +128,9 @@ class Upkeep:
         """Compute the KV of a layout that continues a turn, behind all that is asked for; a refusal
         is no harm."""
         try:
-            prompt = await self._prepare(await render(history, self.instructions))
+            prompt = await self._prepare(turn, await render(history, self.instructions))
             id = request_id("prefill", turn)
-            generation = self.services.engine.submit(
+            generation = self._access(turn).submit(
                 id, prompt, PREFILL, prefill_only=True, durable=turn.durable
             )
         except RequestError as error:
@@ -141,5 +142,8 @@ class Upkeep:
         finally:
             generation.abort()
 
-    async def _prepare(self, messages: list[Message]) -> Prompt:
-        return await self.services.engine.prepare(messages, tools=self.tools)
+    def _access(self, turn: Turn) -> Access:
+        return self.services.access(turn.owner).unasked
+
+    async def _prepare(self, turn: Turn, messages: list[Message]) -> Prompt:
+        return await self._access(turn).prepare(messages, tools=self.tools)

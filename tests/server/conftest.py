@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from tests.server.fake_engine import FakeEngine
 
-KEY = "sk-test_KEY-1"
+KEY, ADMIN_KEY = "sk-test_KEY-1", "sk-test_ADMIN-1"
 PATIENCE_S = 30.0  # for what must happen; only what never happens takes so long
 
 
@@ -64,6 +64,12 @@ class Running:
         client = httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S, **options)
         self._clients.append(client)
         return client
+
+    def metrics(self) -> str:
+        """What an operator reads."""
+        answer = self.http(headers={"authorization": f"Bearer {ADMIN_KEY}"}).get("/metrics")
+        assert answer.status_code == 200
+        return answer.text
 
     def openai(self, **options: Any) -> OpenAI:
         client = OpenAI(
@@ -137,7 +143,8 @@ def launch() -> Iterator[Callable[..., Running]]:
 
 @pytest.fixture(scope="module")
 def module_server() -> Iterator[Running]:
-    running, stop = start(ServerConfig(port=0, api_keys=(KEY,)), FakeEngine())
+    config = ServerConfig(port=0, api_keys=(KEY,), admin_keys=(ADMIN_KEY,))
+    running, stop = start(config, FakeEngine())
     yield running
     stop()
 
@@ -149,6 +156,7 @@ def server(module_server: Running) -> Running:
     engine.hold_at, engine.script, engine.queue_full = None, None, False
     engine.num_prepared = 0
     engine.prompts.clear()
+    engine.tenants.clear()
     engine.prefills.clear()
     engine.params.clear()
     engine.aborted.clear()

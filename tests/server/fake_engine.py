@@ -12,7 +12,7 @@ import hashlib
 import re
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from mmserve.held_image import HeldImage, ImageId
 from mmserve.kv_snapshot import FREE, ImageOwner, PoolPages, PrefixOwner, Snapshot
 from mmserve.prompt import ImagePart, Message, Prompt, TextPart, TokensPart
 from mmserve.request import (
+    EVERYBODY,
     Constraint,
     FinishReason,
     ImageInput,
@@ -40,6 +41,7 @@ from mmserve.request import (
     SamplingParams,
     Segment,
     Streaming,
+    Tenant,
     TextSegment,
     Timings,
     TokenEvent,
@@ -76,6 +78,11 @@ class FakeMetrics:
 
 def _padded(owners: list[int]) -> array[int]:
     return array("i", owners + [FREE] * max(64 - len(owners), 0))
+
+
+def named(data: bytes, tenant: Tenant) -> bytes:
+    """An image's digest."""
+    return hashlib.sha256(tenant.salt + data).digest()
 
 
 def encode(text: str) -> tuple[int, ...]:
@@ -189,6 +196,7 @@ class FakeEngine:
     prefills: list[list[Message]] = field(default_factory=list)  # those of them without an answer
     params: list[SamplingParams] = field(default_factory=list)
     durable: list[bool] = field(default_factory=list)
+    tenants: list[Tenant] = field(default_factory=list)  # who asked for each
     streaming: list[Streaming | None] = field(default_factory=list)
     pinned: set[ImageId] = field(default_factory=set)
     max_pinned: int = 4
@@ -214,7 +222,7 @@ class FakeEngine:
     def shrink(self) -> None:
         self.num_shrunk += 1
 
-    def _image(self, part: ImagePart) -> ImageSegment:
+    def _image(self, part: ImagePart, tenant: Tenant) -> ImageSegment:
         limits = self.info.image_limits
         if len(part.data) > limits.max_bytes:
             raise ImageTooLargeError("The image is too large.", param=part.param)
@@ -222,7 +230,7 @@ class FakeEngine:
             raise UnsupportedImageTypeError("Not an image.", param=part.param)
         if part.data.endswith(b"broken"):
             raise InvalidImageError("The image is cut short.", param=part.param)
-        digest = hashlib.sha256(part.data).digest()
+        digest = named(part.data, tenant)
         return ImageSegment(ImageInput(digest, part.data, IMAGE_TOKENS), part.state == "marked")
 
     async def prepare(
@@ -232,6 +240,7 @@ class FakeEngine:
         continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         constraint: Constraint | None = None,
+        tenant: Tenant = EVERYBODY,
     ) -> Prompt:
         self.num_prepared += 1
         self.prepared.append((tuple(tools), constraint))
@@ -241,7 +250,7 @@ class FakeEngine:
             segments.append(TextSegment(encode(f"<{message.role}>")))
             for part in message.parts:
                 if isinstance(part, ImagePart):
-                    segments += [self._image(part)] if part.state != "gone" else []
+                    segments += [self._image(part, tenant)] if part.state != "gone" else []
                 elif isinstance(part, TokensPart):
                     segments.append(TextSegment(part.token_ids))
                 else:
@@ -259,14 +268,12 @@ class FakeEngine:
         self._last[id(prompt)] = (prompt, list(messages))
         return prompt
 
-    async def identify(self, data: bytes) -> ImageId:
-        return ImageId((hashlib.sha256(data).digest(),), IMAGE_TOKENS)
+    async def identify(self, data: bytes, tenant: Tenant = EVERYBODY) -> ImageId:
+        return ImageId((named(data, tenant),), IMAGE_TOKENS)
 
     async def held_images(self, images: Sequence[ImageId]) -> list[HeldImage]:
         """Every image of a prompt that was submitted is there."""
-        parts = [p for prompt in self.prompts for message in prompt for p in message.parts]
-        seen = Counter(p.data for p in parts if isinstance(p, ImagePart))
-        hits = {hashlib.sha256(data).digest(): count - 1 for data, count in seen.items()}
+        hits = {key: count - 1 for key, count in Counter(self._shown()).items()}
         held = []
         for image in images:
             (digest,), pinned = image.digests, image in self.pinned
@@ -305,9 +312,13 @@ class FakeEngine:
         self.dropped.add(key)
         return there
 
+    def _shown(self) -> Iterator[bytes]:
+        for prompt, tenant in zip(self.prompts, self.tenants, strict=True):
+            parts = [p for message in prompt for p in message.parts]
+            yield from (named(p.data, tenant) for p in parts if isinstance(p, ImagePart))
+
     def _images_shown(self) -> set[bytes]:
-        parts = [p for prompt in self.prompts for message in prompt for p in message.parts]
-        return {hashlib.sha256(p.data).digest() for p in parts if isinstance(p, ImagePart)}
+        return set(self._shown())
 
     async def count(self, texts: Sequence[str]) -> list[int]:
         return [len(encode(text)) for text in texts]
@@ -330,6 +341,7 @@ class FakeEngine:
         prefill_only: bool = False,
         streaming: Streaming | None = None,
         durable: bool = False,
+        tenant: Tenant = EVERYBODY,
     ) -> FakeGeneration:
         if self.queue_full:
             raise QueueFullError("The queue is full.")
@@ -338,6 +350,7 @@ class FakeEngine:
         self.prompts.append(self._last[id(prompt)][1])
         self.params.append(params)
         self.durable.append(durable)
+        self.tenants.append(tenant)
         self.streaming.append(streaming)
         if prefill_only:
             self.prefills.append(self.prompts[-1])

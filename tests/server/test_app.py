@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 
 from mmserve.config import ServerConfig
 from mmserve.server.app import create_app
+from mmserve.server.key_file import parse
 from tests.server.conftest import PATIENCE_S, Running, eventually
 from tests.server.fake_engine import FakeEngine
 
@@ -52,7 +53,7 @@ def test_health_follows_the_engine(launch: Callable[..., Any]) -> None:
             assert answer.headers["retry-after"] == "5"
     running.engine.status = "loading"
     assert http.get("/v1/models").json()["error"]["code"] == "model_loading"
-    assert http.get("/metrics").status_code == http.get("/version").status_code == 200
+    assert running.metrics() and http.get("/version").status_code == 200
     running.engine.status = "ok"
     assert http.get("/health").json() == {"status": "ok"}
 
@@ -60,7 +61,7 @@ def test_health_follows_the_engine(launch: Callable[..., Any]) -> None:
 def test_metrics_count_requests_by_handler_and_status(server: Running) -> None:
     http = server.http()
     http.post("/v1/responses", json={})
-    text = http.get("/metrics").text
+    text = server.metrics()
     assert "# fake engine" in text
     assert 'mmserve:http_requests_total{handler="create_response",status="400"}' in text
     assert "mmserve:websockets_open 0.0" in text
@@ -187,18 +188,10 @@ def test_running_responses_are_stopped_at_the_end() -> None:
     with TestClient(app, headers={"authorization": "Bearer k"}) as client:
         id = client.post("/v1/responses", json={"input": "x", "background": True}).json()["id"]
         assert engine.running == {id}
-        turn = app.state.services.responses.get(id, Keys_owner("k"))
+        turn = app.state.services.responses.get(id, parse("k").owner)
     assert not engine.running
     assert turn.response["status"] == "incomplete"
     assert turn.response["incomplete_details"] == {"reason": "server_shutdown"}
-
-
-def Keys_owner(key: str) -> str:
-    from mmserve.server.auth import Keys
-
-    owner = Keys([key]).owner(key)
-    assert owner is not None
-    return owner
 
 
 # The answer is held until something comes on standard input.

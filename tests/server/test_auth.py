@@ -2,56 +2,102 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from starlette.routing import Route, WebSocketRoute
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from mmserve.config import ServerConfig
 from mmserve.server.app import create_app
-from mmserve.server.auth import Keys, needs_admin
+from mmserve.server.auth import needs_admin
 from mmserve.server.runner import InsecureBindError, make_server
-from tests.server.conftest import KEY, Running
+from tests.server.conftest import ADMIN_KEY, KEY, Running
 from tests.server.fake_engine import FakeEngine
 
+TABLE = create_app(FakeEngine(), ServerConfig()).routes
 ROUTES = [
     (method, route.path)
-    for route in create_app(FakeEngine(), ServerConfig()).routes
-    if isinstance(route, Route) and not needs_admin(route.path)
+    for route in TABLE
+    if isinstance(route, Route)
     for method in sorted(route.methods or ())
 ]
+SOCKETS = [route.path for route in TABLE if isinstance(route, WebSocketRoute)]
 OPEN = {"/health", "/health/live"}
+WRONG = (None, "Bearer wrong", "Bearer", f"Basic {KEY}", KEY, f"Bearer {KEY}x")
+
+
+@pytest.fixture(scope="module")
+def http(module_server: Running) -> Iterator[httpx.Client]:
+    """Without any key; one, because each is slow to make."""
+    with httpx.Client(base_url=module_server.url) as client:
+        yield client
+
+
+def for_admins(path: str) -> bool:
+    return needs_admin(path) or path == "/metrics"
+
+
+def filled(path: str) -> str:
+    return re.sub(r"{\w+(:path)?}", "x", path)
+
+
+def test_the_table_has_every_kind_of_route() -> None:
+    assert set(SOCKETS) == {"/v1/responses", "/v1/realtime", "/v1/kv/view"}
+    assert {path for _, path in ROUTES} >= {"/metrics", "/v1/kv", "/v1/responses/{id}/images"}
+    assert len(ROUTES) + len(SOCKETS) >= len(TABLE), "a route of another kind needs a test"
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_all_routes_but_health_need_a_right_key(server: Running, method: str, path: str) -> None:
-    path = path.replace("{id:path}", "x").replace("{id}", "x")
-    for key in (None, "Bearer wrong", "Bearer", f"Basic {KEY}", KEY, f"Bearer {KEY}x"):
-        http = server.http(headers={"authorization": key} if key else {})
-        if key is None:
-            del http.headers["authorization"]
-        answer = http.request(method, path)
+def test_all_routes_but_health_need_a_right_key(http: httpx.Client, method: str, path: str) -> None:
+    right, other = (ADMIN_KEY, KEY) if for_admins(path) else (KEY, ADMIN_KEY)
+    for key in (*WRONG, f"Bearer {other}"):
+        headers = {} if key is None else {"authorization": key}
+        answer = http.request(method, filled(path), headers=headers)
         if path in OPEN:
             assert answer.status_code == 200
             continue
-        assert answer.status_code == 401
+        assert answer.status_code == 401, key
         if method != "HEAD":
             assert answer.json()["error"]["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
-    right = server.http().request(method, path)
-    assert right.status_code != 401
+    headers = {"authorization": f"Bearer {right}"}
+    assert http.request(method, filled(path), headers=headers).status_code != 401
 
 
-def test_the_websocket_needs_a_key() -> None:
-    app = create_app(FakeEngine(), ServerConfig())
-    sockets = [route.path for route in app.routes if isinstance(route, WebSocketRoute)]
-    paths = [path for path in sockets if not needs_admin(path)]
-    assert paths == ["/v1/responses", "/v1/realtime"]
+@pytest.mark.parametrize("path", SOCKETS)
+def test_all_sockets_need_a_right_key(server: Running, path: str) -> None:
+    url = server.url.replace("http", "ws", 1) + path
+    right, other = (ADMIN_KEY, KEY) if for_admins(path) else (KEY, ADMIN_KEY)
+    for key in (*WRONG, f"Bearer {other}"):
+        assert handshake_status(url, {} if key is None else {"authorization": key}) == 401, key
+    for key in ("wrong", other):
+        protocols: Any = ["realtime", f"openai-insecure-api-key.{key}"]
+        with connect(url, subprotocols=protocols) as socket:
+            assert json.loads(socket.recv())["error"]["code"] == "invalid_api_key"
+            with pytest.raises(ConnectionClosed):
+                socket.recv()
+            assert socket.close_code == 1008
+    assert handshake_status(url, {"authorization": f"Bearer {right}"}) == 101
+
+
+def test_where_there_is_no_admin_key_nobody_reads_what_is_of_everybody(
+    launch: Callable[..., Any],
+) -> None:
+    server = launch(api_keys=(KEY,))
+    for path in ("/metrics", "/v1/kv", "/v1/kv/view"):
+        answer = server.http().get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_required")
+
+
+def test_a_single_user_reads_the_metrics_without_a_key(launch: Callable[..., Any]) -> None:
+    assert launch().http().get("/metrics").status_code == 200
 
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong"])
@@ -73,14 +119,6 @@ def test_unknown_sockets_and_offers_without_realtime_are_refused(server: Running
         protocols: Any = ["chat"]
         connect(server.ws_url, additional_headers=headers, subprotocols=protocols)
     assert caught.value.response.status_code == 400
-
-
-def test_keys_are_told_apart_and_named_without_showing_them() -> None:
-    keys = Keys(["one", "two"])
-    assert keys.owner("one") != keys.owner("two")
-    assert keys.owner("three") is None and keys.owner(None) is None and keys.owner("") is None
-    assert "one" not in str(keys.owner("one"))
-    assert not Keys([])
 
 
 def test_without_keys_only_loopback_is_bound() -> None:

@@ -12,8 +12,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from mmserve.server.key_file import parse
 from tests.server.conftest import KEY, PATIENCE_S, Running, data_url, eventually, png
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FakeEngine, named
 from tests.server.test_auth import handshake_status
 
 ADMIN = "admin-key"
@@ -134,7 +135,7 @@ def test_a_frame_is_refused_and_the_socket_goes_on(server: Running) -> None:
 
 def test_a_dropped_image_leaves_the_picture(server: Running) -> None:
     ask(server, png("a"))
-    key = hashlib.sha256(png("a")).hexdigest()
+    key = named(png("a"), parse(KEY).tenant).hex()
     with watch(server) as socket, httpx.Client(headers=bearer(ADMIN)) as client:
         assert key in {owner.get("key") for owner in told(socket)["owners"]}
         path = f"{server.url}/v1/kv/view/images/{key}"

@@ -369,6 +369,7 @@ def test_two_thousand_images_stay_on_disk_only(launch: Any) -> None:
         body = {"input": [{"role": "user", "content": [image]}]}
         assert http.post("/v1/responses", json=body).status_code == 200
         running.engine.prompts.clear()
+        running.engine.tenants.clear()
         running.engine._last.clear()
 
     one(0)
@@ -392,6 +393,7 @@ def test_deleted_and_evicted_responses_free_their_images(launch: Any) -> None:
         body = {"input": [{"role": "user", "content": [image]}]}
         ids.append(http.post("/v1/responses", json=body).json()["id"])
         running.engine.prompts.clear()
+        running.engine.tenants.clear()
         running.engine._last.clear()
     assert len(services.blobs) == 3
     for id in ids[3:]:
