@@ -1,4 +1,4 @@
-"""Tiers where memory or time is short: what is not kept is computed again, and nobody fails."""
+"""Tiers that fail, or lack memory or time: what is not kept is computed again, and nobody fails."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from mmserve.config import TierConfig
 from mmserve.engine import kv_tiers
 from mmserve.engine.kv_objects import KVObjects
 from mmserve.engine.kv_tiers import KVTiers
+from mmserve.faults import Faults
 from mmserve.request import FinishReason
-from tests.engine.driver import words
-from tests.engine.test_tiers import disk, driver, flood, found, refusals, settle, talk, tiers
+from tests.engine.driver import picture, words
+from tests.engine.test_tiers import HOST, disk, driver, flood, found, refusals, settle, talk, tiers
 from tests.engine.tiny import tiny_model
 
 
@@ -47,3 +49,33 @@ def test_ended_requests_wait_for_their_copies_within_bounds(
     monkeypatch.undo()
     settle(d)
     assert not tiers(d)._left
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("tier.write=disk_full", "unwritable"), ("tier.read=gone", "unreadable")]
+)
+def test_a_store_that_is_gone_costs_work_and_no_answer(
+    tmp_path: Path, fault: str, reason: str
+) -> None:
+    d = driver(tiny_model(), disk(tmp_path), Faults(f"{fault}*1000"))
+    expected = talk(d)
+    settle(d)
+    flood(d)
+    assert talk(d) == expected and found(d) == (0, 0, 2)
+    settle(d)
+    assert refusals(d).keys() == {reason}
+    d.assert_idle()
+
+
+def test_sessions_that_together_exceed_the_pool_take_turns_and_all_get_on() -> None:
+    """B18: with a tier, loads that have ended must be noticed whoever heads the queue."""
+    answers = []
+    for tiers_below in (HOST, TierConfig()):
+        d = driver(tiny_model(), tiers_below, text_pages=20, vision_pages=8)
+        for turn in range(1, 4):
+            for session in range(4):
+                d.submit((d.image(picture(session)), words(session, 50 * turn)))
+            d.run()
+        answers.append([d.tokens(str(n)) for n in range(12)])
+        d.assert_idle()
+    assert answers[0] == answers[1]

@@ -15,6 +15,7 @@ from mmserve.config import TierConfig
 from mmserve.engine.engine import Engine
 from mmserve.engine.kv_objects import KVObjects
 from mmserve.engine.kv_tiers import KVTiers
+from mmserve.faults import NO_FAULTS, Faults
 from mmserve.tiers.cost import Costs
 from mmserve.tiers.stack import TIERS, TierStack
 from tests.engine.driver import Driver, picture, words
@@ -38,8 +39,10 @@ def model(request: pytest.FixtureRequest) -> Callable[[], Any]:
     return MODELS[request.param]
 
 
-def driver(model: Any, tiers: TierConfig = HOST, **config: Any) -> Driver:
-    d = Driver(Engine(replace(tiny_config(**config), tiers=tiers), model))
+def driver(
+    model: Any, tiers: TierConfig = HOST, faults: Faults = NO_FAULTS, **config: Any
+) -> Driver:
+    d = Driver(Engine(replace(tiny_config(**config), tiers=tiers, faults=faults), model))
     d.durable = True
     # On a machine this small, whether loading pays depends on the weather.
     if d.engine.tiers is not None:

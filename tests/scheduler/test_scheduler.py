@@ -120,7 +120,7 @@ def test_all_that_is_admitted_at_once_finishes_with_the_tokens_it_gets_alone(
 
 
 def test_clients_with_more_images_than_the_pool_holds_all_finish() -> None:
-    """16 clients with 2 images each, room for 2 images, one encoder run a step."""
+    """B13: 16 clients with 2 images each, room for 2 images, one encoder run a step."""
     config = SchedulerConfig(max_num_batched_tokens=8, max_images_per_step=1)
     world = World(text_pages=64, vision_pages=4, config=config)
     for n in range(16):
@@ -134,6 +134,7 @@ def test_clients_with_more_images_than_the_pool_holds_all_finish() -> None:
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_with_the_numbers_and_small_ones_run() -> None:
+    """B15."""
     world = World(text_pages=16, max_model_len=256)
     with pytest.raises(ContextLengthExceededError, match="100 text tokens.* 64"):
         world.submit(prompt(100))
