@@ -39,15 +39,28 @@ def store(pool: PagePool, cache: RadixCache, keys: list[Hashable]) -> RadixNode:
 
 
 class RadixMachine(RuleBasedStateMachine):
-    """`self.stored` maps each stored whole-page prefix to the page that ends it."""
+    """`self.stored` maps each stored whole-page prefix to the page that ends it, `self.used` to
+    when it was last asked for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(NUM_PAGES)
         self.cache = RadixCache([self.pool], SIZE)
         self.stored: dict[tuple[Hashable, ...], int] = {}
+        self.used: dict[tuple[Hashable, ...], int] = {}
+        self.time = 0
+        self.told: list[int] = []  # the pages of which the listener heard that they go
+        self.cache.on_evict = self.hear
         self.locked: list[tuple[RadixNode, list[int]]] = []
         self.held: list[list[int]] = []
+
+    def hear(self, node: RadixNode, start: int, end: int) -> None:
+        self.told += reversed(node.pages[0][start:end])
+
+    def use(self, keys: list[Hashable], num_pages: int) -> None:
+        self.time += 1
+        for i in range(num_pages):
+            self.used[tuple(keys[: (i + 1) * SIZE])] = self.time
 
     @rule(keys=KEYS, keep=st.booleans())
     def insert(self, keys: list[Hashable], keep: bool) -> None:
@@ -62,6 +75,7 @@ class RadixMachine(RuleBasedStateMachine):
         assert result.num_new_pages == len(new)
         for prefix, page in zip(prefixes, pages, strict=True):
             self.stored.setdefault(prefix, page)
+        self.use(keys, num_pages)
         if keep:
             self.held.append(pages)
         else:
@@ -76,6 +90,7 @@ class RadixMachine(RuleBasedStateMachine):
             expected.append(self.stored[tuple(keys[:end])])
         assert result.pages == [expected]
         assert result.num_tokens == len(expected) * SIZE
+        self.use(keys, len(expected))
         if lock:
             self.cache.lock(result.node)
             self.locked.append((result.node, expected))
@@ -97,7 +112,18 @@ class RadixMachine(RuleBasedStateMachine):
         free = self.pool.num_free
         assert self.cache.evict(0, n) == expected
         assert self.pool.num_free == free + expected
-        self.forget_what_left(may_leave={p for p in self.stored.values() if self.refs(p) == 0})
+        leaving: list[int] = []
+        while len(leaving) < n and (ends := self.loose_ends()):
+            leaving.append(self.stored.pop(min(ends, key=self.used.__getitem__)))
+        assert self.told == leaving, "not the least recently used, or not as was told"
+        self.told = []
+
+    def loose_ends(self) -> list[tuple[Hashable, ...]]:
+        """Of the stored prefixes: those with nothing behind them, and in nobody's hands."""
+        inner = {prefix[:-SIZE] for prefix in self.stored}
+        kept = {page for _, pages in self.locked for page in pages}
+        kept.update(page for pages in self.held for page in pages)
+        return [k for k, page in self.stored.items() if k not in inner and page not in kept]
 
     @rule()
     def clear(self) -> None:
@@ -108,9 +134,6 @@ class RadixMachine(RuleBasedStateMachine):
 
     def refs(self, page: int) -> int:
         return self.pool.ref_count(page)
-
-    def forget_what_left(self, may_leave: set[int]) -> None:
-        self.stored = {k: p for k, p in self.stored.items() if p not in may_leave}
 
     @invariant()
     def agrees_with_the_model(self) -> None:

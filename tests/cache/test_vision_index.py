@@ -31,6 +31,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.sequences: list[list[bytes]] = []
         self.pinned: set[bytes] = set()
         self.idle: list[bytes] = []  # ready and unreferenced, in order of release
+        self.told: list[bytes] = []  # of which the listener heard that they give way
+        self.index.on_evict = self.told.append
 
     def references(self) -> Counter[bytes]:
         return Counter(digest for sequence in self.sequences for digest in sequence)
@@ -60,10 +62,52 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.stats.hits == stats[0] + len(digests) - len(new)
         self.sequences.append(digests)
         self.idle = [d for d in self.idle if d not in digests]
+        self.give_way()
+
+    def give_way(self) -> None:
         gone = {d for d in self.idle if self.state(d) is None}
-        order = sorted(self.idle, key=lambda d: d in self.pinned)  # stable
-        assert gone == set(order[: len(gone)]), "not the least recently used, pinned ones last"
+        assert self.told == self.in_order()[: len(gone)], (
+            "not the least recently used, pinned ones last"
+        )
+        assert set(self.told) == gone, "what went was not told"
+        self.told.clear()
         self.idle = [d for d in self.idle if d not in gone]
+
+    def in_order(self) -> list[bytes]:
+        """Idle images, the first to go first."""
+        return sorted(self.idle, key=lambda d: d in self.pinned)  # stable
+
+    @rule(digest=DIGEST)
+    def reserve(self, digest: bytes) -> None:
+        if self.state(digest) is not None:
+            return
+        before = {d: self.state(d) for d in TOKENS}
+        room = self.index.num_free + sum(map(pages_of, self.idle))
+        if pages_of(digest) > room:
+            with pytest.raises(PagePoolExhausted):
+                self.index.reserve(digest, TOKENS[digest])
+            assert {d: self.state(d) for d in TOKENS} == before and not self.told
+            return
+        assert len(self.index.reserve(digest, TOKENS[digest])) == pages_of(digest)
+        self.sequences.append([digest])
+        self.give_way()
+
+    @precondition(lambda self: any(self.sequences))
+    @rule(data=st.data())
+    def retain(self, data: st.DataObject) -> None:
+        """Somebody goes on with what another has."""
+        self.sequences.append([data.draw(st.sampled_from(sorted(self.references())))])
+        self.index.retain(self.sequences[-1][0])
+
+    @rule(digest=DIGEST)
+    def drop(self, digest: bytes) -> None:
+        assert self.index.drop(digest) == (digest in self.idle)
+        self.idle = [d for d in self.idle if d != digest]
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        self.idle = [d for d in self.idle if d in self.pinned]
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -133,6 +177,12 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.num_referenced == sum(map(pages_of, references))
         assert self.index.num_free + self.index.num_used == NUM_PAGES
         assert self.index.num_available - self.index.num_free == sum(map(pages_of, self.idle))
+        stored = [d for d, _ in self.index.stored()]
+        held = [d for d in self.in_state(EntryState.READY) if references[d]]
+        assert sorted(stored[: len(held)]) == held
+        assert stored[len(held) :] == self.in_order()[::-1], (
+            "pinned ones first, the last used first"
+        )
 
     def teardown(self) -> None:
         while self.sequences:
