@@ -3,10 +3,12 @@
 #
 #   make serve                 install and serve on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="--max-num-seqs 16"
+#   make soak SECONDS=60       64 clients, for so long; twenty minutes by default
 #   make install TORCH="torch torchvision --index-url …"    bring PyTorch from another index first
 
 PORT ?= 8000
 ARGS ?=
+SECONDS ?= 1200
 TORCH ?=
 PYTHON ?= python3
 
@@ -14,7 +16,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NODE_MODULES := web/node_modules/.package-lock.json
 
-.PHONY: install serve test lint page page-test browser clean
+.PHONY: install serve test soak lint page page-test browser clean
 
 install: .venv/.installed
 
@@ -26,6 +28,9 @@ serve: install
 test: .venv/.installed-dev browser lint page-test
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not model'
 	$(BIN)/pytest -m model
+
+soak: .venv/.installed-dev
+	@$(BIN)/python tests/checks/soak.py --seconds $(SECONDS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -48,8 +48,8 @@ def serve() -> None:
 
 
 @contextmanager
-def served() -> Iterator[tuple[str, int, psutil.Process]]:
-    command = [sys.executable, __file__, "--serve"]
+def served(script: str = __file__, *args: str) -> Iterator[tuple[str, int, psutil.Process]]:
+    command = [sys.executable, script, "--serve", *args]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     try:

@@ -31,6 +31,7 @@ START_S = 300  # the first start fetches and converts the base model
 class Served:
     url: str
     pid: int | None = None  # None: somebody else's server
+    admin: str = "none"  # the key for its metrics
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
@@ -40,7 +41,8 @@ class Served:
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of `mmserve:name{labels}`."""
-        text = httpx.get(f"{self.url}/metrics").text
+        headers = {"authorization": f"Bearer {self.admin}"}
+        text = httpx.get(f"{self.url}/metrics", headers=headers).text
         wanted = "".join(f'{k}="{v}",' for k, v in sorted(labels.items())).rstrip(",")
         shown = f"mmserve:{name}" + (f"{{{wanted}}}" if wanted else "")
         match = re.search(rf"^{re.escape(shown)} (\S+)$", text, re.MULTILINE)
