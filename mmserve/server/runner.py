@@ -30,6 +30,9 @@ from mmserve.server.wire import DROP
 
 log = logging.getLogger("mmserve.server")
 
+# A connection without a request: longer than clients keep theirs (OpenAI's SDK 5 s), so that none
+# is closed just when they ask again.
+IDLE_S = 75
 LAST_WORDS_S = 5  # for what has ended to be read to its end, once the server closes
 TICK_S = 0.05  # between two looks whether all has ended
 BACKLOG = 2048  # connections not yet accepted, as uvicorn has it
@@ -154,6 +157,7 @@ def make_server(config: ServerConfig, engine: EngineFace) -> Server:
             log_config=None,  # nor does ours quote what failed
             server_header=False,
             log_level="warning",
+            timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=LAST_WORDS_S,
         ),
         app.state.services,

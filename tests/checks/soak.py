@@ -34,7 +34,7 @@ PAGES = 48  # for pictures, each of which takes two
 LOOKS = 60  # at the server's memory
 PATIENCE_S = 30  # until nothing is held
 GROWTH, SPREAD, SHARE = 1.1, 3.0, 0.2  # of memory; of first tokens; away from half
-FEW = 20  # first tokens of a kind, of which no hundredth is looked for
+FEW = 100  # first tokens of a kind, of which no hundredth is looked for
 MET = ("chat", "response", "socket", "forget")  # in quiet; the others are checked by them
 
 
@@ -105,7 +105,7 @@ async def live(client: Client, book: Book, until: float) -> None:
         except Refused as refused:
             await asyncio.sleep(refused.seconds)
         except (Fault, httpx.HTTPError, OSError, WebSocketException) as fault:
-            book.faults.append(repr(fault))
+            book.faults.append(f"{client.doing}: {fault!r}")
 
 
 async def watch(process: psutil.Process, seconds: float) -> list[int]:
@@ -156,6 +156,10 @@ def judge_rest(served: Served) -> Verdict:
     return Verdict("no request, page or socket is left", not left, shown)
 
 
+def some(found: list[str]) -> str:
+    return f"{len(found)}, such as {'; '.join(found[:3])}" if found else ""
+
+
 def judge(found: Day) -> list[Verdict]:
     book, third = found.book, len(found.levels) // 3
     second = statistics.median(found.levels[third : 2 * third])
@@ -168,8 +172,8 @@ def judge(found: Day) -> list[Verdict]:
     worst = max(spreads, key=lambda kind: spreads[kind], default=None)
     calm, both = found.tokens.get("calm", 0), max(sum(found.tokens.values()), 1)
     return [
-        Verdict("each answer is that of the quiet run", not book.wrong, "; ".join(book.wrong[:3])),
-        Verdict("nothing failed", not book.faults, "; ".join(book.faults[:3])),
+        Verdict("each answer is that of the quiet run", not book.wrong, some(book.wrong)),
+        Verdict("nothing failed", not book.faults, some(book.faults)),
         Verdict(
             f"memory's last third is within {GROWTH - 1:.0%} of the second",
             last <= second * GROWTH,

@@ -95,6 +95,7 @@ class Client:
         self._socket_url = url.replace("http", "ws", 1) + "/v1/responses"
         self._headers, self._key = headers, key.split("-")[1]
         self._book, self._random = book, random.Random(seed)
+        self.doing = "nothing"
 
     async def __aenter__(self) -> Client:
         return self
@@ -104,6 +105,7 @@ class Client:
 
     async def act(self, kind: str, number: int) -> None:
         """Raises `Refused`; all that should not be raises others."""
+        self.doing = f"{kind} {number}"
         await getattr(self, kind)(number)
         self._book.acts[kind] += 1
 
