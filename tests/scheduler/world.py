@@ -246,11 +246,12 @@ class World:
         for seq in self.done:
             count = seq.num_output_tokens
             assert count == (0 if seq.request.prefill_only else seq.request.params.max_tokens)
-            assert seq.output_token_ids == self.expected_output(seq.request.segments, count)
+            assert seq.output_token_ids == self.expected_output(seq.request, count)
 
-    def expected_output(self, segments: tuple[Segment, ...], count: int) -> list[int]:
+    def expected_output(self, request: Request, count: int) -> list[int]:
         """The tokens a request gets from an engine that has only this to do."""
-        seq = self.sequence(Request("", segments, SamplingParams()))
+        alone = Request("", request.segments, SamplingParams(), tenant=request.tenant)
+        seq = self.sequence(alone)
         for _ in range(count):
             seq.append(history(seq)[-1] % VOCAB)
         return seq.output_token_ids
