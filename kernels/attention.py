@@ -89,9 +89,12 @@ def paged_attention(
     shape["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"
     shape |= {"CAP": (softcap or 0.0) * LOG2_E, "HAS_SINKS": sinks is not None}
     header, sunk = work[HEADER * group :], q if sinks is None else sinks
-    pools = (*own[:2], *vision[:2], own.k.stride(0), vision.k.stride(0))
+    rest = own if own.residual is None else own.residual
+    each = (own, vision, rest)
+    pools = (*(x for pages in each for x in pages[:2]), *(pages.k.stride(0) for pages in each))
     shape |= {"OWN_FORM": form(own, dim), "VISION_FORM": form(vision, dim)}
-    results, kinds = (out, scratch.parts, scratch.lses), (own.kind, vision.kind)
+    shape["REST_FORM"] = (0, 0, 0) if own.residual is None else form(rest, dim)
+    results, kinds = (out, scratch.parts, scratch.lses), tuple(pages.kind for pages in each)
     if launch.large:
         attention_kernels.attend_many[(launch.large,)](
             work, header, q, *results, *pools, rope, scale, sunk, BLOCK_M=launch.tile_rows,

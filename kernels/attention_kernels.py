@@ -8,8 +8,6 @@ A *task* is one work item and one KV head: some queries (all query heads of the 
 over some keys, read once for all of them. Long contexts are cut into items, whose partial results
 are merged in a fixed order: the bits of a query's result depend on its own segments only. An item
 that holds everything its queries read writes the result itself.
-
-Each pool has a format of its own, by its code in mmserve.kernels.unpacking.
 """
 
 # Kernels are typed by what they are launched with.
@@ -21,74 +19,12 @@ import triton
 import triton.language as tl
 
 from mmserve.kernels import work as tables
-from mmserve.kernels.packed_keys import run_packed
-from mmserve.kernels.plain_keys import run_keys
-from mmserve.kernels.unpacking import PLAIN
+from mmserve.kernels.pool_keys import read
 
-OWN, TEXT, VISION, SINKS, SHARED = (
-    tl.constexpr(code)
-    for code in (tables.OWN, tables.TEXT, tables.VISION, tables.SINKS, tables.SHARED)
+OWN, NEWEST = tl.constexpr(tables.OWN), tl.constexpr(tables.NEWEST)
+TEXT, VISION, SINKS, SHARED = (
+    tl.constexpr(code) for code in (tables.TEXT, tables.VISION, tables.SINKS, tables.SHARED)
 )
-
-
-@triton.jit
-def _run(
-    state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base, turned, keys, values, table,
-    first, last, all_first, all_last, lo, hi, tree,
-    FORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr,
-    PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
-    """`run_keys` or `run_packed` with the queries q_a, q_b, which stand `at` [M] in q and are
-    turned back by base [M] if `turned`. FORM: a pool's format, the bytes of its tiles and the
-    tokens of its pages."""
-    CODE: tl.constexpr = FORM[0]
-    TILE: tl.constexpr = FORM[1]
-    PAGE: tl.constexpr = FORM[2]
-    if CODE == PLAIN:
-        kind = q.dtype.element_ty
-        state_m, state_l, acc = run_keys(
-            state_m, state_l, acc, q_a.to(kind), q_b.to(kind), keys, values, table, first, last,
-            all_first, all_last, lo, hi, tree, D, HALF, WIDE, PAGE, BLOCK_N, TREES, CAP, PRECISION,
-        )  # fmt: skip
-    else:
-        state_m, state_l, acc = run_packed(
-            state_m, state_l, acc, q, at, ok, scale, rope, base, turned, keys, values, table,
-            first, last, all_first, all_last, lo, hi, tree,
-            CODE, D, WIDE, PAGE, TILE, BLOCK_N, TREES, CAP, ASSEMBLY,
-        )  # fmt: skip
-    return state_m, state_l, acc
-
-
-@triton.jit
-def _read(
-    state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base, turned, visual,
-    k_own, v_own, k_vision, v_vision, table, first, last, all_first, all_last, lo, hi, tree,
-    OWN_FORM: tl.constexpr, VISION_FORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_N: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr,
-    PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
-    """`_run` over a head's keys in the vision pool, if `visual`, or in the own one."""
-    ALIKE: tl.constexpr = OWN_FORM == VISION_FORM
-    keys = k_own
-    values = v_own
-    if ALIKE:  # one loop serves both
-        if visual:
-            keys = k_vision
-            values = v_vision
-    if ALIKE or not visual:
-        state_m, state_l, acc = _run(
-            state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base, turned, keys, values,
-            table, first, last, all_first, all_last, lo, hi, tree,
-            OWN_FORM, D, HALF, WIDE, BLOCK_N, TREES, CAP, PRECISION, ASSEMBLY,
-        )  # fmt: skip
-    else:
-        state_m, state_l, acc = _run(
-            state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base, turned,
-            k_vision, v_vision, table, first, last, all_first, all_last, lo, hi, tree,
-            VISION_FORM, D, HALF, WIDE, BLOCK_N, TREES, CAP, PRECISION, ASSEMBLY,
-        )  # fmt: skip
-    return state_m, state_l, acc
 
 
 @triton.jit
@@ -138,13 +74,13 @@ def turn_back(a, b, rope, base, ok, D: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def attend_one(
-    work, header, q, out, parts, lses, k_own, v_own, k_vision, v_vision,
-    own_head, vision_head, rope, scale, sinks,
+    work, header, q, out, parts, lses, k_own, v_own, k_vision, v_vision, k_rest, v_rest,
+    own_head, vision_head, rest_head, rope, scale, sinks,
     H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SMALL: tl.constexpr, CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    OWN_FORM: tl.constexpr, VISION_FORM: tl.constexpr, ASSEMBLY: tl.constexpr,
-    LATE: tl.constexpr, CHAINED: tl.constexpr,
+    OWN_FORM: tl.constexpr, VISION_FORM: tl.constexpr, REST_FORM: tl.constexpr,
+    ASSEMBLY: tl.constexpr, LATE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All small items of the set with this header. q [T, H, D] rotated at absolute positions, out
     [T, H, D]; parts [slots, H, D] and lses [slots, H] float32; pools: one layer's, a head's pages
@@ -181,12 +117,14 @@ def attend_one(
         state_m = tl.full([BLOCK_M], -1e30, tl.float32)
         state_l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
-        state_m, state_l, acc = _read(
+        visual = (base != OWN) & (base != NEWEST)
+        state_m, state_l, acc = read(
             state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base + tl.zeros_like(g),
-            base >= 0, base != OWN, k_own + head * own_head, v_own + head * own_head,
-            k_vision + head * vision_head, v_vision + head * vision_head, table, first, last,
-            first, last, none, all_keys, none,
-            OWN_FORM, VISION_FORM, D, HALF, WIDE, BLOCK_N, False, CAP, PRECISION, ASSEMBLY,
+            base >= 0, visual, base == NEWEST, k_own + head * own_head, v_own + head * own_head,
+            k_vision + head * vision_head, v_vision + head * vision_head, k_rest + head * rest_head,
+            v_rest + head * rest_head, table, first, last, first, last, none, all_keys, none,
+            OWN_FORM, VISION_FORM, REST_FORM, D, HALF, WIDE, BLOCK_N, False, CAP, PRECISION,
+            ASSEMBLY,
         )  # fmt: skip
         target = slot + tl.zeros([BLOCK_M], tl.int64)
         store_item(
@@ -200,10 +138,11 @@ def attend_one(
 @triton.jit
 def _segment(
     state_m, state_l, acc, wide_a, wide_b, work, segment, entry, shift,
-    lo, hi, visual_lo, visual_hi, tree, q, at, ok, scale, k_own, v_own, k_vision, v_vision, rope,
-    OWN_FORM: tl.constexpr, VISION_FORM: tl.constexpr, ENTRY: tl.constexpr, D: tl.constexpr,
-    HALF: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, TREES: tl.constexpr,
-    CAP: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
+    lo, hi, visual_lo, visual_hi, tree, q, at, ok, scale, k_own, v_own, k_vision, v_vision,
+    k_rest, v_rest, rope, OWN_FORM: tl.constexpr, VISION_FORM: tl.constexpr,
+    REST_FORM: tl.constexpr, ENTRY: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_N: tl.constexpr, TREES: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """All keys of one segment for the queries wide_a, wide_b of a large item, which stand `at` [M]
     in q and whose entries stand at `entry` [M]."""
@@ -230,22 +169,33 @@ def _segment(
         lo = lo * 0
     if base >= 0:
         q_a, q_b = turn_back(wide_a, wide_b, rope, base + shift, ok, D, HALF)
-    return _read(
+    return read(
         state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base + shift, base >= 0, visual,
-        k_own, v_own, k_vision, v_vision, table, first, last, tl.load(segment + 4),
-        tl.load(segment + 5), lo, hi, tree,
-        OWN_FORM, VISION_FORM, D, HALF, WIDE, BLOCK_N, TREES, CAP, PRECISION, ASSEMBLY,
+        base == NEWEST, k_own, v_own, k_vision, v_vision, k_rest, v_rest, table, first, last,
+        tl.load(segment + 4), tl.load(segment + 5), lo, hi, tree,
+        OWN_FORM, VISION_FORM, REST_FORM, D, HALF, WIDE, BLOCK_N, TREES, CAP, PRECISION, ASSEMBLY,
     )  # fmt: skip
 
 
 @triton.jit
+def _tree(work, trees, row, ok):
+    """The masks of rows [M], int64; 0 where there are none."""
+    halves = work + trees + 2 * row
+    low = tl.load(halves, mask=ok & (trees > 0), other=0).to(tl.int64)
+    high = tl.load(halves + 1, mask=ok & (trees > 0), other=0).to(tl.int64)
+    return (high << 32) | (low & 0xFFFFFFFF)
+
+
+@triton.jit
 def attend_many(
-    work, header, q, out, parts, lses, k_own, v_own, k_vision, v_vision, own_head, vision_head,
-    rope, scale, sinks, H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    work, header, q, out, parts, lses, k_own, v_own, k_vision, v_vision, k_rest, v_rest,
+    own_head, vision_head, rest_head, rope, scale, sinks,
+    H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LARGE: tl.constexpr, ENTRY: tl.constexpr, SEGMENT: tl.constexpr, TREES: tl.constexpr,
     CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, OWN_FORM: tl.constexpr,
-    VISION_FORM: tl.constexpr, ASSEMBLY: tl.constexpr, CHAINED: tl.constexpr,
+    VISION_FORM: tl.constexpr, REST_FORM: tl.constexpr, ASSEMBLY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All large items; arguments as `attend_one`'s."""
     GROUP: tl.constexpr = H // KV_HEADS
@@ -275,11 +225,7 @@ def attend_many(
         visual_hi = tl.load(entry + 6, mask=ok, other=0)
         tree = tl.zeros([BLOCK_M], tl.int64)
         if TREES:
-            trees = tl.load(header + 7)
-            halves = work + trees + 2 * row
-            low = tl.load(halves, mask=ok & (trees > 0), other=0).to(tl.int64)
-            high = tl.load(halves + 1, mask=ok & (trees > 0), other=0).to(tl.int64)
-            tree = (high << 32) | (low & 0xFFFFFFFF)
+            tree = _tree(work, tl.load(header + 7), row, ok)
         query_head = head * GROUP + m % GROUP
         at = (row * H + query_head) * D
         wide_a, wide_b = _query(q, at, ok, scale, D, HALF)
@@ -292,8 +238,9 @@ def attend_many(
                 state_m, state_l, acc, wide_a, wide_b, work, segments + index * SEGMENT, entry,
                 shift, lo, hi, visual_lo, visual_hi, tree, q, at, ok, scale,
                 k_own + head * own_head, v_own + head * own_head, k_vision + head * vision_head,
-                v_vision + head * vision_head, rope, OWN_FORM, VISION_FORM, ENTRY, D, HALF, WIDE,
-                BLOCK_N, TREES, CAP, PRECISION, ASSEMBLY,
+                v_vision + head * vision_head, k_rest + head * rest_head, v_rest + head * rest_head,
+                rope, OWN_FORM, VISION_FORM, REST_FORM, ENTRY, D, HALF, WIDE, BLOCK_N, TREES, CAP,
+                PRECISION, ASSEMBLY,
             )  # fmt: skip
         store_item(
             acc, state_m, state_l, ok, at, target * H + query_head, target, query_head,

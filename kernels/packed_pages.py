@@ -186,6 +186,45 @@ def _store_pages(
             _values(rows, v_tiles + tile, held, C, WIDE, FORM[0], D)
 
 
+@triton.jit
+def _fill_pages(
+    k, v, slots, filled, k_tiles, v_tiles, held_head, tiles_head,
+    FORM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One head's page, if the row program_id(1) is its last one."""
+    PAGE: tl.constexpr = FORM[2]
+    head = tl.cast(tl.program_id(0) // 2, tl.int64)
+    row = tl.program_id(1)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    page = tl.load(filled + row).to(tl.int64)
+    if page >= 0:
+        token = tl.arange(0, PAGE)
+        first = tl.load(slots + row).to(tl.int64) // PAGE * PAGE
+        at = head * held_head + (first + token) * D
+        tile = head * tiles_head + page * FORM[1]
+        if tl.program_id(0) % 2 == 0:
+            _keys(k + at, k_tiles + tile, token >= 0, C, FORM[0], D)
+        else:
+            _values(v + at, v_tiles + tile, token >= 0, C, WIDE, FORM[0], D)
+
+
+def fill_pages(text: Pages, slots: Tensor, filled: Tensor) -> None:
+    """Store the pages of the residual that are full now, as `reference.fill_pages` does; slots and
+    filled [T] int32 or int64."""
+    held, dim = text.residual, text.dim
+    assert held is not None and held.k[0].is_contiguous() and text.k[0].is_contiguous()
+    assert held.k.stride() == held.v.stride()
+    _fill_pages[(2 * len(text.k), len(filled))](
+        *held[:2], slots, filled, text.k, text.v, held.k.stride(0), text.k.stride(0),
+        FORM=form(text, dim), D=dim, C=triton.next_power_of_2(dim * text.kind.bits // 8),
+        WIDE=triton.next_power_of_2(dim // text.kind.value_groups(dim)), num_warps=4,
+        **chained(text.k.device),
+    )  # fmt: skip
+
+
 def store_pages(k: Tensor, v: Tensor, slots: Tensor, vision: Pages) -> None:
     """Store what of k and v [T, Hkv, D] stands in the vision pool; slots [T] as a plan names them.
 

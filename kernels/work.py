@@ -14,8 +14,8 @@ Every row has `merges`: (first slot, parts). A query whose keys are cut into sev
 each partial result into the slot of that part; with one part the item's result is the row's.
 
 A small item is one query over one run of keys, all of which it reads: (row, part, page ids at,
-first key, end, base). `base`: OWN for text, else of an image in the vision pool: the position that
-the query is turned back by, or STILL.
+first key, end, base). `base`: OWN for text, NEWEST for text in its residual, else of an image in
+the vision pool: the position that the query is turned back by, or STILL.
 
 A large item is many queries over several runs: (first entry, entries, first segment, segments,
 part). An entry is (row, part, shift, lo, hi, visual lo, visual hi): the query's row in the flat
@@ -47,7 +47,7 @@ Ints = npt.NDArray[np.int64]
 
 HEADER, SMALL, LARGE, ENTRY, SEGMENT = 8, 6, 5, 7, 8
 
-OWN, STILL = -1, -2  # bases of what needs no turning: text, images
+OWN, STILL, NEWEST = -1, -2, -3  # bases of what needs no turning: text, images, the residual
 TEXT, VISION, SINKS, SHARED = 0, 1, 2, 3  # kinds of segments
 
 # Rows (queries times query heads of a KV head) that share one reading of keys: in a small item, and
@@ -130,7 +130,8 @@ class Reader(NamedTuple):
     Text stands in `pages` int32 [P], the first of them its page number `first_page`; `images` in
     order, at least those that are read. `sink_tokens`: how many of the first text tokens are read,
     too, where they are before lo. `tree` int64 [Q] (None: 0): of several queries, each reads text
-    token hi + j, too, for every bit j of its own.
+    token hi + j, too, for every bit j of its own. From text token `border` on text is read in the
+    residual (None: nowhere), where it is a page whose number is in `pages` in the other's place.
     """
 
     first_row: int
@@ -141,6 +142,7 @@ class Reader(NamedTuple):
     sink_tokens: int = 0
     first_page: int = 0
     tree: Any = None
+    border: int | None = None
 
     @property
     def matrix(self) -> Ints:

@@ -19,6 +19,7 @@ from mmserve.kernels.work import (
     IMAGE_SPLIT,
     LARGE,
     LONG_ROWS,
+    NEWEST,
     OWN,
     SHARED,
     SHORT_ROWS,
@@ -186,6 +187,9 @@ def _add_text(t: Items, single: _Singles, before: Ints, splits: Splits, abreast:
     lo, hi = single.reads[:, 0], single.reads[:, 1]
     if any(map(attrgetter("sink_tokens"), single.readers)):
         before = before + _add_sinks(t, single, before)
+    if any(reader.border is not None for reader in single.readers):
+        hi, newest = _add_newest(t, single, before)
+        before = before + newest
     start, size = splits.even(lo, hi, abreast)
     count = np.where(hi > lo, -((start - hi) // size), before == 0)
     reader = np.repeat(np.arange(len(lo)), count)
@@ -212,6 +216,21 @@ def _add_sinks(t: Items, single: _Singles, before: Ints) -> Ints:
     t.small.append(array(items[some], SMALL))
     t.parts.append((single.rows, some.astype(np.int64)))
     return t.parts[-1][1]
+
+
+def _add_newest(t: Items, single: _Singles, before: Ints) -> tuple[Ints, Ints]:
+    """Items over text in the residual; where that begins, or the rest of the text ends, and how
+    many each query has."""
+    lo, hi = single.reads[:, 0], single.reads[:, 1]
+    borders = (hi[n] if r.border is None else r.border for n, r in enumerate(single.readers))
+    border = np.minimum(np.fromiter(borders, np.int64, len(hi)), hi)
+    first = np.maximum(border, lo)
+    some = first < hi
+    base = np.full_like(hi, NEWEST)
+    items = np.stack([single.rows, before, _places(t, single), first, hi, base], 1)
+    t.small.append(array(items[some], SMALL))
+    t.parts.append((single.rows, some.astype(np.int64)))
+    return np.maximum(border, lo), t.parts[-1][1]
 
 
 def _places(t: Items, single: _Singles) -> Ints:

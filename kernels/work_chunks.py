@@ -14,6 +14,7 @@ import numpy as np
 from mmserve.kernels.work import (
     ENTRY,
     LARGE,
+    NEWEST,
     OWN,
     SHORT_CHUNK,
     SHORT_PARTS,
@@ -171,6 +172,10 @@ def _runs(t: Items, reader: Reader, extent: Extent, splits: Splits | None) -> li
         sinks = min(reader.sink_tokens, extent.last_lo)
         runs.append((SINKS, pages, 0, sinks, 0, 0, OWN, reader.sink_tokens))
     least, most = (extent.lo, extent.hi) if extent.lo < extent.hi else (0, 0)
+    if reader.border is not None and reader.border < most:
+        assert not reader.sink_tokens, "sinks are read where they are stored"
+        runs.append((TEXT, pages, max(reader.border, least), most, 0, 0, NEWEST, 0))
+        least, most = (least, reader.border) if least < reader.border else (0, 0)
     cuts = splits.cuts(least, most) if splits else range(least, most, max(most - least, 1))
     spans = [(max(at, least), min(at + cuts.step, most)) for at in cuts]
     return runs + [(TEXT, pages, *span, 0, 0, OWN, 0) for span in spans or [(0, 0)]]

@@ -18,11 +18,13 @@ from mmserve.engine import plan
 from mmserve.engine.plan import ImageRows
 from mmserve.engine.rows import (
     Rows,
+    filled_by,
     masks_of,
     num_pages,
     pages_of,
     reads_of,
     regimes_of,
+    runs_by_page,
     seen_alone,
     slots_in,
     slots_of,
@@ -43,9 +45,9 @@ GROWN = -1 - 65_536
 
 
 class Layout(NamedTuple):
-    """`rows` int32 [lines, T]: token ids, positions by axis, regimes where there are several, slots
-    by group. `readers` by group; `last`: each chunk's last row; `images`: the rows that are
-    images'."""
+    """`rows` int32 [lines, T]: token ids, positions by axis, regimes where there are several, by
+    group what is `filled`, where one has a residual, and slots. `readers` by group; `last`: each
+    chunk's last row; `images`: the rows that are images'."""
 
     rows: Any
     readers: list[list[work.Reader]]
@@ -85,7 +87,8 @@ class CUDALayout:
         self._by_table = not planner.axes
         self._several = scaled or len(self.blocks) > 1  # regimes
         whole = all(g.text and g.images and g.window is None for g in self.groups)
-        self._simple = whole and not self._several  # every layer reads all that is before
+        self._fills = any(group.residual for group in self.groups)
+        self._simple = whole and not (self._several or self._fills)  # all is read where it lies
         self._lanes: weakref.WeakKeyDictionary[Sequence, list[_Lane]] = weakref.WeakKeyDictionary()
 
     @property
@@ -96,7 +99,13 @@ class CUDALayout:
     @property
     def num_lines(self) -> int:
         """Of `Layout.rows`."""
-        return 1 + self.axes + self.scaled + len(self.groups)
+        return 1 + self.axes + self.scaled + (1 + self._fills) * len(self.groups)
+
+    def blank(self, count: int) -> Any:
+        """int32 [lines, count]: rows that nobody asked for, and that are stored nowhere."""
+        rows = np.zeros((self.num_lines, count), np.int32)
+        rows[1 + self.axes + self.scaled :] = NOWHERE
+        return rows
 
     def step(self, chunks: list[Chunk]) -> Layout:
         """Chunks of a single row come first."""
@@ -128,7 +137,7 @@ class CUDALayout:
         """An image alone, at positions from 0: it reads nothing but itself. `pages`: its vision
         pages by group; `positions` [axes, num_tokens] where they are not simply 0, 1, 2 ..."""
         index = np.arange(num_tokens)
-        rows = np.zeros((self.num_lines, num_tokens), np.int32)
+        rows = self.blank(num_tokens)
         where = rows[1 : 1 + self.axes]
         where[:] = index if positions is None else np.asarray(positions)
         where += self._first_row(regime)
@@ -156,7 +165,7 @@ class CUDALayout:
         visual = [seq.visual_before(i) for seq, i in zip(seqs, index, strict=True)]
         position = [seq.position(i) for seq, i in zip(seqs, index, strict=True)]
         lanes = [self._lanes_of(seq) for seq in seqs]
-        rows = np.empty((self.num_lines, len(chunks)), np.int32)
+        rows = self.blank(len(chunks))
         rows[0] = [seq.token_ids[i] for seq, i in zip(seqs, index, strict=True)]
         if self._several:
             regimes = [seq.course.at(p) for seq, p in zip(seqs, position, strict=True)]
@@ -171,9 +180,14 @@ class CUDALayout:
             slots = rows[number - len(self.groups)]
             if group.text:
                 slots[:] = [lane.source[p] for lane, p in zip(mine, pages, strict=True)]
+                held = [lane.cover(p + 1) for lane, p in zip(mine, pages, strict=True)]
+                if group.residual:
+                    last = offset == size - 1
+                    rows[number - 2 * len(self.groups)] = np.where(last, slots, NOWHERE)
+                    slots[:] = [seq.open_pages[p] for seq, p in zip(seqs, pages, strict=True)]
+                    held = [_with(had, p, n) for had, p, n in zip(held, pages, slots, strict=True)]
                 slots *= size
                 slots += offset
-                held = [lane.cover(p + 1) for lane, p in zip(mine, pages, strict=True)]
             else:
                 slots[:] = NOWHERE
                 held = [NO_PAGES] * len(chunks)
@@ -185,6 +199,9 @@ class CUDALayout:
                 _reader(row, 1, read, page, lane.images, group, size)
                 for row, (read, page, lane) in enumerate(zip(reads, held, mine, strict=True))
             ]
+            if group.residual:
+                newest = zip(readers[number], pages, strict=True)
+                readers[number][:] = [r._replace(border=page * size) for r, page in newest]
         return rows
 
     def _first_row(self, regime: int) -> int:
@@ -255,7 +272,7 @@ class CUDALayout:
     ) -> tuple[Any, list[ImageRows]]:
         """A chunk's rows from the flat row `first` on; its readers are added."""
         seq, rows = chunk.seq, Rows.of(chunk, self.axes)
-        lines = np.empty((self.num_lines, len(rows)), np.int32)
+        lines = self.blank(len(rows))
         regimes, first_slots = regimes_of(seq, rows), self.num_lines - len(self.groups)
         lines[0], lines[1 : 1 + self.axes] = rows.ids, rows.positions
         if self._by_table:
@@ -269,6 +286,11 @@ class CUDALayout:
             masks = masks_of(rows, group)
             pages = lane.cover(num_pages(reads, masks, self.page_size))
             lines[first_slots + number] = slots_of(chunk, rows, number, group, self.page_size)
+            if group.residual:
+                filled = filled_by(chunk, rows, number, self.page_size)
+                lines[first_slots - len(self.groups) + number] = filled
+                readers[number] += self._by_page(chunk, rows, reads, first, lane, group)
+                continue
             if len(rows) == 1:
                 reads = tuple(int(part[0]) for part in reads)
             reader = _reader(first, len(rows), reads, pages, lane.images, group, self.page_size)
@@ -278,6 +300,21 @@ class CUDALayout:
             mine = rows.image == seq.images.index(context.placed)
             images.append(ImageRows(first + int(mine.argmax()), context.placed))
         return lines, images
+
+    def _by_page(
+        self, chunk: Chunk, rows: Rows, reads: Any, first: int, lane: _Lane, group: LayerGroup
+    ) -> list[work.Reader]:
+        """A chunk's readers, of each page its own, where that is read in the residual."""
+        found, size = list[work.Reader](), self.page_size
+        for begin, end, page in runs_by_page(rows, size):
+            some: Any = tuple(part[begin:end] for part in reads)
+            pages = lane.cover(num_pages(some, None, size))
+            pages = _with(pages, page, chunk.seq.open_pages.get(page, 0))
+            if end - begin == 1:
+                some = tuple(int(part[0]) for part in some)
+            made = _reader(first + begin, end - begin, some, pages, lane.images, group, size)
+            found.append(made._replace(border=page * size))
+        return found
 
     # -- what is kept from step to step ---------------------------------------------------------
 
@@ -338,6 +375,13 @@ def slices(chunks: list[Chunk], size: int) -> list[list[Chunk]]:
             made[-1].append(Chunk(chunk.seq, start, count, samples))
             start, room = start + count, room - count
     return [part for part in made if part]
+
+
+def _with(pages: Any, number: int, page: int) -> Any:
+    """A copy in which a page stands under this number, if that is read at all."""
+    pages = pages.copy()
+    pages[number : number + 1] = page
+    return pages
 
 
 def _reader(

@@ -95,8 +95,6 @@ class CUDARunner(ModelRunner):
         return self._sliced
 
     def _fuse(self) -> None:
-        if self.num_open:
-            raise ValueError("KV of text in 4 or 2 bits is not read on a GPU yet")
         self._fused = cuda_install.install(self.adapter, bare=not self.stock)
         self._rows_of = CUDAEmbedding.of(self.adapter)
         if self._sliced and not self._fused:
@@ -107,6 +105,7 @@ class CUDARunner(ModelRunner):
         capped = any(of.softcap is not None for of in self.adapter.layers.values())
         half = self.adapter.dtype.itemsize == 2  # what the library is quicker at than our kernels
         self._reads_densely = self._fused and not self._sliced and not capped and half
+        self._reads_densely = self._reads_densely and not self.num_open
         if not self._fused and not self.stock:
             fuse(self.lm, table=self.table, weights="dense")
         fuse_towers(self.adapter.model if self.stock else self.vision_model)
@@ -262,8 +261,7 @@ class CUDARunner(ModelRunner):
             bucket = next(b for b in self._buckets if b >= count)
         elif self._sliced:
             bucket = -(-count // SLICE) * SLICE
-        padded = np.zeros((len(rows), bucket), np.int32)
-        padded[-len(self.groups) :] = NOWHERE
+        padded = self._layout.blank(bucket)
         padded[:, :count] = rows
         dense: list[tuple[DenseChunk, ...]] = []
         sets: list[work.WorkTables] = []
@@ -359,6 +357,7 @@ class CUDARunner(ModelRunner):
             places=self._places,
             dense=dense,
             lone=shape.rows == 1 and embeds is None and not shape.launch.large,
+            filled=rows[-2 * len(self.groups) :] if self.num_open else None,
         )
         if embeds is not None:
             embeds = embeds.clone()  # layers write into what they are given

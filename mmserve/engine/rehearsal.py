@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mmserve.engine.cuda_layout import CUDALayout, Layout
 from mmserve.kernels import work
-from mmserve.kernels.reference import NOWHERE
 
 LONG = 641  # keys, of which a row has several partial results
 DRAFT_ROWS = 128  # of steps with drafts that are captured from the start
@@ -43,8 +42,7 @@ class Rehearsal:
 
     def blank(self, count: int, *readers: work.Reader, embeds: Tensor | None = None) -> None:
         groups = self._layout.groups
-        rows = np.zeros((self._layout.num_lines, count), np.int32)
-        rows[-len(groups) :] = NOWHERE
+        rows = self._layout.blank(count)
         blind = [r._replace(reads=tuple(0 * part for part in r.reads)) for r in readers]
         each = [list(readers) if group.text else blind for group in groups]
         self._run(Layout(rows, each, [], []), embeds)

@@ -58,6 +58,7 @@ class CUDAHeads:
             step.read_row(self.index, qkv, turns, self.scaling, read, **how)
             return read.flatten(1)
         slots = step.slots[step.places[self.index][0]]
-        fused.rotate_store(qkv, turns, slots, q, text, vision, self.norm, rotary)
+        fused.rotate_store(qkv, turns, slots, q, *step.written(self.index), self.norm, rotary)
+        step.fill(self.index)
         read = step.read(self.index, q, self.scaling, self.softcap).flatten(1)
         return read if out is None else out.copy_(read)

@@ -18,6 +18,7 @@ from mmserve.cache.kv_pool import KVPool
 from mmserve.kernels import attention, fused
 from mmserve.kernels.kv_formats import Pages
 from mmserve.kernels.launch import Launch
+from mmserve.kernels.packed_pages import fill_pages
 from mmserve.kernels.reference import read_slots
 from mmserve.kernels.row_attention import attend_row
 from mmserve.model.attention import Place
@@ -52,10 +53,11 @@ class CUDAStep:
     """One model call's attention, by layer group where not said otherwise.
 
     `work` int32: the tables of mmserve.kernels.work, one set a group; `slots` [groups, T] int32 as
-    an `AttentionPlan` names them; `rope` [positions, 2, D / 2] float32: by it queries are turned
-    back before images stored at local positions; `turns`: what fused layers rotate by, None where
-    the model computes it; `places`: each layer's group, and its number there; `lone`: there is but
-    one row, of text, whose own key is the last that it reads.
+    an `AttentionPlan` names them, and so `filled`, where a group has a residual; `rope` [positions,
+    2, D / 2] float32: by it queries are turned back before images stored at local positions;
+    `turns`: what fused layers rotate by, None where the model computes it; `places`: each layer's
+    group, and its number there; `lone`: there is but one row, of text, whose own key is the last
+    that it reads.
     """
 
     work: Tensor
@@ -69,11 +71,24 @@ class CUDAStep:
     places: dict[int, Place]
     dense: tuple[tuple[DenseChunk, ...], ...] = ()
     lone: bool = False
+    filled: Tensor | None = None
 
     def pools(self, layer: int) -> tuple[Pages, Pages]:
         """Of text and of images."""
         group, number = self.places[layer]
         return self.text[group].layer(number), self.vision[group].layer(number)
+
+    def written(self, layer: int) -> tuple[Pages, Pages]:
+        """Those that tokens are stored in, text's residual in its place; then `fill`."""
+        text, vision = self.pools(layer)
+        return text if text.residual is None else text.residual, vision
+
+    def fill(self, layer: int) -> None:
+        """The step's tokens are stored: so are the pages that are full by them."""
+        group, number = self.places[layer]
+        text = self.text[group].layer(number)
+        if text.residual is not None and self.filled is not None:
+            fill_pages(text, self.slots[group], self.filled[group])
 
     def attend(
         self,
@@ -86,7 +101,8 @@ class CUDAStep:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D], k and v [T, Hkv, D], rotated -> [T, H, D]; stores k and v."""
-        fused.store(k, v, self.slots[self.places[layer][0]], *self.pools(layer))
+        fused.store(k, v, self.slots[self.places[layer][0]], *self.written(layer))
+        self.fill(layer)
         return self.read(layer, q.contiguous(), scale, softcap, sinks)
 
     def look(self, layer: int, q: Tensor, kv_heads: int, scale: float) -> Tensor:

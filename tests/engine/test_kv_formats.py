@@ -29,7 +29,7 @@ from tests.engine.tiny import IMAGE_TOKENS, build_tiny, tiny_config, tiny_model
 
 PAIRS = list(itertools.product(KV_FORMATS, KV_FORMATS))
 SOME = [("int8", "int8"), ("auto", "int4"), ("fp8_e4m3", "int2_outliers"), ("int4", "int2")]
-LONG = replace(GREEDY, max_tokens=24)
+LONG = replace(GREEDY, max_tokens=16)
 DRAWN = replace(LONG, temperature=1.0, seed=5)  # so that a small model does not repeat itself
 
 

@@ -22,6 +22,7 @@ from mmserve.kernels import (
     gemv,
     graft,
     likeliest,
+    packed_pages,
     prelude,
     row_attention,
     sampling,
@@ -73,9 +74,11 @@ def gemvs() -> None:
         )
 
 
-def pool(kv_heads: int, pages: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """K and V, with one token a page."""
-    k, v = torch.zeros(2, kv_heads, pages, 1, dim, dtype=dtype).unbind(0)
+def pool(
+    kv_heads: int, pages: int, dim: int, dtype: torch.dtype, size: int = 1
+) -> tuple[Tensor, Tensor]:
+    """K and V, with so many tokens a page."""
+    k, v = torch.zeros(2, kv_heads, pages, size, dim, dtype=dtype).unbind(0)
     return k, v
 
 
@@ -153,6 +156,11 @@ def formats() -> None:
             fused.rotate_store(torch.zeros(3, 6 * 64), turns, work[:3], q, own, vision)
             fused.store(q[:, :1], q[:, :1], work[:3], own, vision)
         attention.paged_attention(q, work, own, vision, rope, 1.0, scratch, q, launch)
+    large = launch._replace(large=1)
+    for name in ("int4", "int2_outliers"):
+        text = packed(FORMATS[name], 64)._replace(residual=Pages(*pool(1, 5, 64, q.dtype, 64)))
+        packed_pages.fill_pages(text, work[:3], work[:3])
+        attention.paged_attention(q, work, text, plain, rope, 1.0, scratch, q, large)
 
 
 def grafts() -> None:
