@@ -23,7 +23,7 @@ from mmserve.kernels.work import ENTRY, HEADER, LARGE, SEGMENT, SMALL, SMALL_ROW
 
 LOG2_E = 1.4426950408889634
 
-Kinds = tuple[KVFormat, KVFormat]  # of the own pool and of the vision pool
+Kinds = tuple[KVFormat, ...]  # of the pools that are read
 
 
 class Scratch:
