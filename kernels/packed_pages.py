@@ -9,6 +9,8 @@ by the same rule as `encode_pages`. Knows nothing of layers or steps.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -211,6 +213,19 @@ def _fill_pages(
             _values(v + at, v_tiles + tile, token >= 0, C, WIDE, FORM[0], D)
 
 
+def _options(pages: Pages, dim: int) -> dict[str, Any]:
+    """Of a launch that stores pages in their format."""
+    kind = pages.kind
+    return {
+        "FORM": form(pages, dim),
+        "D": dim,
+        "C": triton.next_power_of_2(dim * kind.bits // 8),
+        "WIDE": triton.next_power_of_2(dim // kind.value_groups(dim)),
+        "num_warps": 4,
+        **chained(pages.k.device),
+    }
+
+
 def fill_pages(text: Pages, slots: Tensor, filled: Tensor) -> None:
     """Store the pages of the residual that are full now, as `reference.fill_pages` does; slots and
     filled [T] int32 or int64."""
@@ -219,9 +234,7 @@ def fill_pages(text: Pages, slots: Tensor, filled: Tensor) -> None:
     assert held.k.stride() == held.v.stride()
     _fill_pages[(2 * len(text.k), len(filled))](
         *held[:2], slots, filled, text.k, text.v, held.k.stride(0), text.k.stride(0),
-        FORM=form(text, dim), D=dim, C=triton.next_power_of_2(dim * text.kind.bits // 8),
-        WIDE=triton.next_power_of_2(dim // text.kind.value_groups(dim)), num_warps=4,
-        **chained(text.k.device),
+        **_options(text, dim),
     )  # fmt: skip
 
 
@@ -234,8 +247,5 @@ def store_pages(k: Tensor, v: Tensor, slots: Tensor, vision: Pages) -> None:
     assert k.stride(2) == v.stride(2) == 1 and vision.k[0].is_contiguous()
     _store_pages[(2 * heads, num_tokens)](
         k, v, slots, vision.k, vision.v, num_tokens, *k.stride()[:2], *v.stride()[:2],
-        vision.k.stride(0), FORM=form(vision, dim), D=dim,
-        C=triton.next_power_of_2(dim * vision.kind.bits // 8),
-        WIDE=triton.next_power_of_2(dim // vision.kind.value_groups(dim)), num_warps=4,
-        **chained(k.device),
+        vision.k.stride(0), **_options(vision, dim),
     )  # fmt: skip

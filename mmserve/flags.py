@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,22 @@ def size(text: str) -> int:
 
 def seconds(text: str) -> float:
     """0 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds such as 30 or 0.5")
-    return value
+    return _number(text, sys.float_info.max, "number of seconds such as 30 or 0.5")
 
 
 def share(text: str) -> float:
     """From 0 to 1."""
+    return _number(text, 1.0, "share such as 0.95")
+
+
+def _number(text: str, most: float, what: str) -> float:
+    """From 0 to `most`."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 0.95")
+    if not 0 <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {what}")
     return value
 
 
