@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AttentionInterface
 
-import tests.kernels.interpreter  # noqa: F401
+import tests.engine.driver
+import tests.kernels.interpreter
+from mmserve.config import EngineConfig
 from mmserve.engine import engine as engine_module
 from mmserve.engine.engine import Engine
 from mmserve.kernels.kv_formats import FORMATS, KVFormat, Part, decode_pages, encode_pages
@@ -23,7 +25,7 @@ from mmserve.request import BeamParams, SamplingParams, Segment, TextSegment
 from mmserve.scheduler.open_pages import most_open
 from tests.engine.driver import GREEDY, Driver, picture, tiny_driver, words
 from tests.engine.test_beam_laws import DIVERSE, WIDE, check
-from tests.engine.test_cuda_runner import on_the_gpus_runner
+from tests.engine.test_cuda_runner import DEVICE, on_the_gpus_runner
 from tests.engine.test_drafting import PARAMS, Guesses, compare, segments
 from tests.engine.test_streaming import CROWD, assert_anew
 from tests.engine.test_windows import KINDS, windowed_model
@@ -106,9 +108,14 @@ def test_paged_equals_dense_on_the_gpus_runner(
     """A chunk that ends inside a page, or one of several pages, and then a row that fills one. What
     is stored is read in 16 bits there."""
     monkeypatch.setattr(engine_module, "build_runner", on_the_gpus_runner)
+    monkeypatch.setattr(tests.engine.driver, "build_tiny", on_the_device)
     if not fused:
         monkeypatch.setattr(CUDALayer, "fits", lambda layer: False)
     check_dense(stored, (9, "a", 20), budget, replace(LONG, max_tokens=5), 2e-3)
+
+
+def on_the_device(config: EngineConfig) -> Engine:
+    return Engine(config, tiny_model(device=DEVICE))
 
 
 def check_dense(
@@ -130,7 +137,7 @@ def check_dense(
     embeddings, image_of = embed(model, (*prompt, TextSegment(tuple(d.tokens(request)[:-1]))))
     stored.is_text = torch.tensor(image_of) == 0
     expected = dense_logits(model, embeddings, image_of)[-len(d.tokens(request)) :]
-    error = (torch.stack(d.logits[request]) - expected).abs().amax(1)
+    error = (torch.stack(d.logits[request]).cpu() - expected).abs().amax(1)
     assert float(error.median()) < near * float(expected.std())
     assert float(error.max()) < 0.1 * float(expected.std())
 
