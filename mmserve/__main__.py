@@ -156,7 +156,11 @@ def _bench_restore(args: argparse.Namespace) -> None:
 def _bench_drafts(args: argparse.Namespace) -> None:
     from mmserve.bench.drafts import DraftSuite, bench_drafts
 
-    suite = DraftSuite(json=args.json, command=shlex.join(["mmserve", *sys.argv[1:]]))
+    suite = DraftSuite(
+        only=tuple(args.case or ()),
+        json=args.json,
+        command=shlex.join(["mmserve", *sys.argv[1:]]),
+    )
     bench_drafts(suite, engine_config(args))
 
 

@@ -4,14 +4,16 @@ Owns the questions and their order. Knows nothing of how anything is guessed.
 
 Figures are of decoding alone: the tokens behind each stream's first, over the time from the last
 stream's first token to the end. What was asked once is asked again, because earlier answers are
-what some drafters draw upon; without drafts, too, so that both have the same in their caches.
+what some drafters draw upon; without drafts, too, so that both have the same in their caches. A
+machine's speed changes within a minute, so both sides answer each case in turn, several times over
+with other words, and medians count.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,13 +51,15 @@ LINES = 24  # of the document
 class DraftSuite:
     streams: tuple[int, ...] = (1, 4, 64)
     output_tokens: int = 128
+    repeats: int = 3
+    only: tuple[str, ...] = ()  # cases whose names contain one of these; none: all
     json: Path | None = None
     command: str = "mmserve bench drafts"
     probe: Probe | None = None
 
 
 class _Found(NamedTuple):
-    """Of one case: tokens a second, every answer, tokens guessed and right."""
+    """Of one side of a case: tokens a second, every answer, tokens guessed and right."""
 
     rate: float
     answers: list[tuple[int, ...]]
@@ -63,15 +67,23 @@ class _Found(NamedTuple):
     right: int
 
 
+class _Pair(NamedTuple):
+    """The same, asked on both sides one right after the other."""
+
+    plain: _Found
+    helped: _Found  # by drafts
+
+
+Prompts = list[tuple[Segment, ...]]
+
+
 def bench_drafts(suite: DraftSuite, config: EngineConfig) -> SuiteReport:
-    """Run with the configuration's drafter, and before that without one; print, write the JSON."""
-    plain = dataclasses.replace(config, speculative=SpecConfig(method=None))
-    without = dict(_Session(suite, plain).cases())
-    gc.collect()  # one model at a time
+    """With the configuration's drafter beside without one; print, write the JSON."""
     session = _Session(suite, config)
     drafting = session.engine.drafting
     if drafting is None:
         raise ValueError(f"nothing drafts for {session.engine.name}: see --speculative-config")
+    plain = _Session(suite, dataclasses.replace(config, speculative=SpecConfig(method=None)))
     device, dtype = session.engine.runner.device, session.engine.runner.adapter.dtype
     report = SuiteReport(
         command=suite.command,
@@ -79,27 +91,48 @@ def bench_drafts(suite: DraftSuite, config: EngineConfig) -> SuiteReport:
         model=f"{session.engine.name}, drafts by {drafting.drafter.name}",
         facts=facts(device),
         ceilings=measure_ceilings(device, dtype, suite.probe),
-        sizes={"tokens of output": suite.output_tokens},
+        sizes={"tokens of output": suite.output_tokens, "times each": suite.repeats},
         lines=(),
     )
-    lines = (_line(name, found, without[name]) for name, found in session.cases())
-    report = record(report, lines, suite.json)
+    report = record(report, _lines(suite, plain, session), suite.json)
+    plain.engine.close()
     session.engine.close()
     print(render(report))
     return report
 
 
-def _line(name: str, found: _Found, plain: _Found) -> Line:
-    pairs = zip(found.answers, plain.answers, strict=True)
-    equal = sum(a == b for one, other in pairs for a, b in zip(one, other, strict=False))
+def _lines(suite: DraftSuite, plain: _Session, session: _Session) -> Iterator[Line]:
+    for streams in suite.streams:
+        for side in (plain, session):
+            side.warm_up(streams)
+        pairs: dict[str, list[_Pair]] = {}
+        for repeat in range(suite.repeats):
+            for name, prompts in session.prompts(streams, repeat):
+                order = (plain, session) if repeat % 2 else (session, plain)
+                found = {side: side.ask(prompts, streams) for side in order}
+                pairs.setdefault(name, []).append(_Pair(found[plain], found[session]))
+        for name, each in pairs.items():
+            yield _line(f"{name}, {streams} streams", each)
+
+
+def _line(name: str, pairs: Sequence[_Pair]) -> Line:
+    equal = total = 0
+    for pair in pairs:
+        for one, other in zip(pair.helped.answers, pair.plain.answers, strict=True):
+            equal += sum(a == b for a, b in zip(one, other, strict=False))
+            total += len(other)
+    ratios = sorted(pair.helped.rate / pair.plain.rate for pair in pairs)
     figures = {
-        "x as fast": found.rate / plain.rate,
-        "without": plain.rate,
-        "drafted": float(found.drafted),
-        "right": float(found.right),
-        "% of tokens equal": 100 * equal / max(sum(map(len, plain.answers)), 1),
+        "x as fast": statistics.median(ratios),
+        "x at least": ratios[0],
+        "x at most": ratios[-1],
+        "without": statistics.median(pair.plain.rate for pair in pairs),
+        "drafted": float(sum(pair.helped.drafted for pair in pairs)),
+        "right": float(sum(pair.helped.right for pair in pairs)),
+        "% of tokens equal": 100 * equal / max(total, 1),
     }
-    return Line(name, found.rate, "tokens/s", figures=figures)
+    rate = statistics.median(pair.helped.rate for pair in pairs)
+    return Line(name, rate, "tokens/s", figures=figures)
 
 
 class _Session:
@@ -109,33 +142,32 @@ class _Session:
         self._params = SamplingParams(max_tokens=suite.output_tokens, temperature=0.0)
         self._count = itertools.count()
 
-    def cases(self) -> Iterator[tuple[str, _Found]]:
-        for streams in self._suite.streams:
-            self._warm_up(streams)
-            for name, prompts in self._prompts(streams):
-                yield f"{name}, {streams} streams", self._ask(prompts, streams)
-
-    def _warm_up(self, streams: int) -> None:
+    def warm_up(self, streams: int) -> None:
         """What is captured or compiled at its first use is not what is measured."""
-        self._ask([self._chat(f"{q} (first try {streams})") for q in QUESTIONS[:4]], streams)
+        self.ask([self._chat(f"{q} (first try {streams})") for q in QUESTIONS[:4]], streams)
         if streams > len(QUESTIONS):
-            self._ask(self._many(streams, "first try"), streams)
+            self.ask(self._many(streams, "first try"), streams)
 
-    def _prompts(self, streams: int) -> Iterator[tuple[str, list[tuple[Segment, ...]]]]:
+    def prompts(self, streams: int, repeat: int) -> Iterator[tuple[str, Prompts]]:
+        """Cases in their order; a second look stands behind the first and is not without it."""
+        only = self._suite.only
+        for cases in self._groups(streams, repeat):
+            if not only or any(part in name for part in only for name, _ in cases):
+                yield from cases
+
+    def _groups(self, streams: int, repeat: int) -> Iterator[list[tuple[str, Prompts]]]:
         if streams > len(QUESTIONS):
-            yield "questions", self._many(streams, "question")
+            yield [("questions", self._many(streams, f"question {repeat}"))]
             return
-        questions = [self._chat(f"{q} ({streams})") for q in QUESTIONS]
-        yield "new questions", questions
-        yield "the same again", questions
+        questions = [self._chat(f"{q} ({streams}, {repeat})") for q in QUESTIONS]
+        yield [("new questions", questions), ("the same again", questions)]
         if self.engine.least_image_tokens:
-            shown = [draw(f"{streams} {n}") for n in range(PICTURES)]
+            shown = [draw(f"{streams} {repeat} {n}") for n in range(PICTURES)]
             looks = [self._chat(text, picture) for picture in shown for text in LOOKS]
-            yield "new pictures", looks
-            yield "the same pictures again", looks
-        yield "a document repeated", [self._copying(n) for n in range(4)]
+            yield [("new pictures", looks), ("the same pictures again", looks)]
+        yield [("a document repeated", [self._copying(4 * repeat + n) for n in range(4)])]
 
-    def _many(self, streams: int, kind: str) -> list[tuple[Segment, ...]]:
+    def _many(self, streams: int, kind: str) -> Prompts:
         rounds = -(-streams // len(QUESTIONS))
         every = (f"{q} ({kind} {n})" for n in range(rounds) for q in QUESTIONS)
         return [self._chat(text) for text in every]
@@ -152,7 +184,7 @@ class _Session:
         tokens = self.engine.tokenizer.encode("\n".join(lines) + "\n")
         return (TextSegment((*tokens, *tokens, *tokens[: 40 + number])),)
 
-    def _ask(self, prompts: Sequence[tuple[Segment, ...]], streams: int) -> _Found:
+    def ask(self, prompts: Sequence[tuple[Segment, ...]], streams: int) -> _Found:
         answers: list[tuple[int, ...]] = []
         seconds, drafted, right = 0.0, 0, 0
         for first in range(0, len(prompts), streams):

@@ -27,7 +27,7 @@ def add_bench_flags(parser: argparse.ArgumentParser, suites: Iterable[str]) -> N
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     add("--shape", choices=SHAPE_NAMES, default=DEFAULT, help="engine, restore: model dimensions")
     add("--tokens", type=flags.count, default=32_768, help="restore: of the session's text")
-    add("--case", action="append", metavar="TEXT", help="engine: cases that are named like it")
+    add("--case", action="append", metavar="TEXT", help="engine, drafts: cases named like it")
     add(
         "--family",
         action="append",

@@ -16,7 +16,7 @@ from tests.model import families
 
 def test_the_same_is_asked_with_drafts_and_without(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    suite = DraftSuite(streams=(1, 9), output_tokens=6, json=path, probe=PROBE)
+    suite = DraftSuite(streams=(1, 9), output_tokens=6, repeats=2, json=path, probe=PROBE)
     model = ModelConfig(str(families.build("llava", tmp_path)), device="cpu", dtype="float32")
     config = EngineConfig(model, speculative=SpecConfig("ngram", adaptive=False))
     report = bench_drafts(suite, config)
@@ -32,7 +32,11 @@ def test_the_same_is_asked_with_drafts_and_without(tmp_path: Path) -> None:
         assert line.value and line.fault is None
         assert line.figures["% of tokens equal"] == 100
         assert line.figures["without"] > 0
+        least, most = line.figures["x at least"], line.figures["x at most"]
+        assert 0 < least <= line.figures["x as fast"] <= most
     assert sum(line.figures["drafted"] for line in report.lines) > 0
     assert len(json.loads(path.read_text())["lines"]) == 6
+    chosen = bench_drafts(replace(suite, streams=(1,), only=("again",)), config)
+    assert [line.case for line in chosen.lines] == [line.case for line in report.lines[:4]]
     with pytest.raises(ValueError, match="nothing drafts for"):
         bench_drafts(suite, replace(config, speculative=SpecConfig()))
