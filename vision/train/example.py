@@ -1,0 +1,68 @@
+"""One example of what the model learns: pictures, and a conversation about them.
+
+Owns the form in which data makers hand over to the training loop and to the evaluation. Knows no
+maker, no model, no tokenizer and no score.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import Enum
+
+from PIL import Image
+
+from mmserve.vision.train.assets import Assets
+
+SIDE = 224  # pixels; makers draw for this size, though an image may have another
+
+
+class Split(Enum):
+    """What an example is for. Held-out ones share no word, font or emoji vendor with others."""
+
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and its answer; the pictures it brings stand before the question."""
+
+    question: str
+    answer: str
+    shows: tuple[int, ...] = ()  # indices into the example's images; every image is shown once
+    accepted: tuple[str, ...] = ()  # other answers that are as right
+    spelled: tuple[tuple[int, int], ...] = ()  # [start, end) of the answer: one token a character
+
+
+@dataclass(frozen=True)
+class Example:
+    """Pictures in the order shown, and turns. In held-out examples the last turn is scored."""
+
+    skill: str
+    images: tuple[Image.Image, ...]  # RGB
+    turns: tuple[Turn, ...]
+
+    def __post_init__(self) -> None:
+        shown = [i for turn in self.turns for i in turn.shows]
+        assert shown == list(range(len(self.images))), f"{self.skill}: images shown are {shown}"
+        assert all(image.mode == "RGB" for image in self.images)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a maker draws from: all its chance, whom it draws for, and fonts, words, emoji."""
+
+    rng: random.Random
+    split: Split
+    assets: Assets
+
+    @property
+    def held_out(self) -> bool:
+        return self.split is Split.HELD_OUT
+
+
+def spelled(text: str, before: str = "", after: str = "", shows: tuple[int, ...] = (0,)) -> Turn:
+    """A turn without its question whose answer has `text`, read from a picture, in it."""
+    start = len(before)
+    return Turn("", before + text + after, shows, spelled=((start, start + len(text)),))
