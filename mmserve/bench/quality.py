@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,7 +40,7 @@ from mmserve.bench.sizes import kv_bytes_per_token
 from mmserve.config import MIB, CacheConfig, EngineConfig, SpecConfig
 from mmserve.engine.engine import Engine
 from mmserve.model.loader import LoadedModel, resolve_device
-from mmserve.model.weights import load
+from mmserve.model.weights import Loaded, load
 
 Pair = tuple[str, str]  # of text, of images
 PAIRS: tuple[Pair, ...] = (
@@ -59,6 +58,8 @@ SHAPE_PAIRS: tuple[Pair, ...] = (
     ("int8", "int8"),
     ("int8", "int4"),
     ("int8", "int2"),
+    ("int4", "int4"),
+    ("int2", "int2"),
 )
 
 
@@ -121,11 +122,9 @@ def quality(options: Options, config: EngineConfig) -> QualityReport:
     name, found = "", facts(resolve_device(config.model.device))
     for pair in options.pairs:
         started = time.monotonic()
-        engine = _build(pair, options, config)
+        engine, steps = _build(pair, options, config)
         try:
             session, name = Session(engine, options.tokens), engine.name
-            timed = options.shape is not None or engine.runner.device.type != "cpu"
-            steps = options.steps if timed else None
             rows.append(_row(pair, session, questions, reference, steps))
         finally:
             engine.close()
@@ -147,7 +146,8 @@ def _report(options: Options, name: str, found: Facts, rows: list[Row]) -> Quali
     return QualityReport(options.command, name, found, options.steps, tuple(rows))
 
 
-def _build(pair: Pair, options: Options, config: EngineConfig) -> Engine:
+def _build(pair: Pair, options: Options, config: EngineConfig) -> tuple[Engine, Steps | None]:
+    """With the steps to be timed, if any: a public checkpoint's images have no size yet."""
     text, vision = pair
     cache = dataclasses.replace(
         config.cache,
@@ -155,22 +155,23 @@ def _build(pair: Pair, options: Options, config: EngineConfig) -> Engine:
         text_format=text,
         vision_format=vision,
     )
-    made: Any
+    made: Loaded
     if options.shape is None:
         made = load(config.model)
     else:
         made = load_shape(options.shape, config.model, resolve_device(config.model.device), seed=0)
-        cache = _with_room(cache, options.steps, made)
+    steps = None
+    if isinstance(made, LoadedModel) and (options.shape or made.device.type != "cpu"):
+        steps = options.steps
+        cache = _with_room(cache, steps, made)
     seqs = max(config.scheduler.max_num_seqs, options.steps.batch)
-    return Engine(
-        dataclasses.replace(
-            config,
-            cache=cache,
-            scheduler=dataclasses.replace(config.scheduler, max_num_seqs=seqs),
-            speculative=SpecConfig(method=None),
-        ),
-        made,
+    config = dataclasses.replace(
+        config,
+        cache=cache,
+        scheduler=dataclasses.replace(config.scheduler, max_num_seqs=seqs),
+        speculative=SpecConfig(method=None),
     )
+    return Engine(config, made), steps
 
 
 def _with_room(cache: CacheConfig, steps: Steps, made: LoadedModel) -> CacheConfig:

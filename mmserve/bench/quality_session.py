@@ -48,8 +48,8 @@ class Steps:
     """Whole decode steps to be timed: `batch` sequences of `context` random text tokens, each
     behind as many `images` of its own."""
 
-    batch: int = 32
-    context: int = 2048
+    batch: int = 64
+    context: int = 4096
     images: int = 1
     window: Window = field(default_factory=lambda: Window(max_steps=100))
 
