@@ -1,4 +1,4 @@
-"""The command line: `mmserve serve`, `chat`, `bench`, `quality`, `models`, `kv`, `train-drafter`.
+"""The command line: `mmserve serve`, `chat`, `bench`, `quality`, `models`, `kv`, and training.
 
 Owns flags, the environment and their way into the configuration tree; nothing below reads either.
 Flags use vLLM's words where it has one.
@@ -29,6 +29,7 @@ from mmserve.faults import Faults
 from mmserve.kv_command import add_kv_commands
 from mmserve.load_flags import add_load_flags, with_load
 from mmserve.train_command import add_train_command
+from mmserve.vision_command import add_vision_command
 
 EXIT_ENGINE_LOST = 75  # EX_TEMPFAIL: started anew, it may well work
 
@@ -290,6 +291,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_kv_commands(commands)
     add_train_command(commands, add_engine_flags, engine_config)
+    add_vision_command(commands)
     return parser
 
 

@@ -90,6 +90,7 @@ ALLOWED = {
     "server": TYPES | {"whole_file"},
     "train_drafter": TYPES | {"vision", "model", "engine", "spec", "whole_file"},
     "train_command": {"config", "flags", "train_drafter"},
+    "vision_command": {"vision.train.fetch"},
     "kv_command": {"flags", "kvfile", "whole_file"},
     "chat": TYPES | {"engine"},
     "bench": TYPES

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from enum import Enum
 
 from PIL import Image
 
-from mmserve.vision.train.assets import Assets
+from mmserve.vision.train.assets import Assets, Split
+
+__all__ = ("SIDE", "Draw", "Example", "Split", "Turn")
 
 SIDE = 224  # pixels; makers draw for this size, though an image may have another
-
-
-class Split(Enum):
-    """What an example is for. Held-out ones share no word, font or emoji vendor with others."""
-
-    TRAIN = "train"
-    HELD_OUT = "held_out"
 
 
 @dataclass(frozen=True)
@@ -60,9 +54,3 @@ class Draw:
     @property
     def held_out(self) -> bool:
         return self.split is Split.HELD_OUT
-
-
-def spelled(text: str, before: str = "", after: str = "", shows: tuple[int, ...] = (0,)) -> Turn:
-    """A turn without its question whose answer has `text`, read from a picture, in it."""
-    start = len(before)
-    return Turn("", before + text + after, shows, spelled=((start, start + len(text)),))

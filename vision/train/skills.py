@@ -12,10 +12,24 @@ from types import MappingProxyType
 
 from mmserve.vision.train.assets import Assets
 from mmserve.vision.train.example import Draw, Example, Split
-from mmserve.vision.train.makers import scenes
+from mmserve.vision.train.makers import (
+    charts,
+    digits,
+    easy,
+    emoji,
+    refusals,
+    scenes,
+    screens,
+    several,
+    text,
+    textures,
+)
 from mmserve.vision.train.makers.talk import Maker
 
-SKILLS: Mapping[str, Maker] = MappingProxyType({**scenes.MAKERS})
+FAMILIES = (scenes, textures, text, charts, screens, digits, emoji, easy, several, refusals)
+SKILLS: Mapping[str, Maker] = MappingProxyType(
+    {name: make for family in FAMILIES for name, make in family.MAKERS.items()}
+)
 
 
 def example(skill: str, split: Split, *, seed: int, index: int, assets: Assets) -> Example:

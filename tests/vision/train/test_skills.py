@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from mmserve.vision.train.assets import Assets
-from mmserve.vision.train.example import Example, Split
+from mmserve.vision.train.assets import Assets, Split
+from mmserve.vision.train.example import Example
 from mmserve.vision.train.skills import SKILLS, example
 
+MADE = 4  # examples of a skill and split that are looked at
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    path = tmp_path_factory.mktemp("assets") / "assets.zip"
-    path.touch()
-    return Assets(path)
+
+def made(skill: str, split: Split, index: int, assets: Assets) -> Example:
+    return example(skill, split, seed=3, index=index, assets=assets)
 
 
 def parts(example: Example) -> tuple[object, ...]:
@@ -23,12 +24,24 @@ def parts(example: Example) -> tuple[object, ...]:
 @pytest.mark.parametrize("skill", SKILLS)
 @pytest.mark.parametrize("split", Split)
 def test_an_example_is_decided_by_its_arguments(skill: str, split: Split, assets: Assets) -> None:
-    first, again, other = (example(skill, split, seed=3, index=i, assets=assets) for i in (0, 0, 1))
-    assert parts(first) == parts(again) != parts(other)
-    assert first.skill == skill
+    elsewhere: Assets = pickle.loads(pickle.dumps(assets))
+    first = [parts(made(skill, split, i, assets)) for i in range(MADE)]
+    again = [parts(made(skill, split, i, elsewhere)) for i in reversed(range(MADE))]
+    assert first == again[::-1]
+    assert len(set(first)) == MADE
+    assert all(what[0] == skill for what in first)
 
 
 @pytest.mark.parametrize("skill", SKILLS)
 def test_held_out_examples_are_others_than_those_of_training(skill: str, assets: Assets) -> None:
-    train, held = (example(skill, split, seed=3, index=0, assets=assets) for split in Split)
+    train, held = (made(skill, split, 0, assets) for split in Split)
     assert parts(train) != parts(held)
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+@pytest.mark.parametrize("split", Split)
+def test_every_turn_asks_something_and_answers_it(skill: str, split: Split, assets: Assets) -> None:
+    for i in range(MADE):
+        for turn in made(skill, split, i, assets).turns:
+            assert turn.question.strip() and turn.answer.strip()
+            assert all(0 <= start < end <= len(turn.answer) for start, end in turn.spelled)

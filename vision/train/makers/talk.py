@@ -37,6 +37,12 @@ def say(rng: random.Random, questions: Sequence[str], answer: str) -> Turn:
     return Turn(rng.choice(questions), text if text.endswith((".", "?", "!")) else text + ".")
 
 
+def read(question: str, text: str, before: str = "", after: str = "") -> Turn:
+    """An answer in which `text` was read from a picture, and is spelled a character a token."""
+    start = len(before)
+    return Turn(question, before + text + after, spelled=((start, start + len(text)),))
+
+
 def yes_or_no(truth: bool) -> str:
     return "Yes." if truth else "No."
 
