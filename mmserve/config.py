@@ -171,7 +171,7 @@ class SpecConfig:
     adaptive: bool = True  # False: always as far as it may, also where that does not pay
     # ngram: how many of the last tokens have to occur earlier, at least and at most.
     prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 5
+    prompt_lookup_max: int = 16
     answers_bytes: int = 64 * MIB  # of earlier answers that are remembered
 
     def __post_init__(self) -> None:

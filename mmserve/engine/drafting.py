@@ -29,9 +29,9 @@ from mmserve.metrics import Metrics
 from mmserve.scheduler.batch import Batch, Chunk
 from mmserve.scheduler.draft_room import draft_room
 from mmserve.scheduler.holdings import Holdings
-from mmserve.spec.control import Control, Outcome
+from mmserve.spec.control import Control, Kind, Outcome
 from mmserve.spec.draft import AnyDraft, Draft, Unread
-from mmserve.spec.drafter import Context, Drafter, Landed, Wanted
+from mmserve.spec.drafter import Context, Drafter, Landed, Recaller, Wanted
 from mmserve.spec.verify import accepted
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class Drafting:
     ) -> None:
         self.drafter, self._length, self._holdings = drafter, length, holdings
         self._metrics, self._control = metrics, control
+        self._recaller = drafter if isinstance(drafter, Recaller) else None
         self._courses: dict[str, _Course] = {}
         self._planned: Mapping[str, int] = {}
         self._tries: dict[str, _Try] = {}  # of the step that is launched next, or in the air
@@ -90,13 +91,23 @@ class Drafting:
             self._rested += 1
             return False
         self._rested = 0
-        ready = [(live.request.id, bool(live.seq.images)) for live in lives if live.decodes]
+        ready = [live for live in lives if live.decodes]
         if self._control is not None:
-            self._planned = self._control.plan(ready)
+            few = len(ready) <= ALWAYS_HEARD
+            kinds = [(live.request.id, self._kind(live, few)) for live in ready]
+            self._planned = self._control.plan(kinds)
         else:
-            self._planned = {name: self._length for name, _ in ready}
+            self._planned = {live.request.id: self._length for live in ready}
         self.hears = len(ready) <= ALWAYS_HEARD or bool(self._planned)
         return bool(self._planned)
+
+    def _kind(self, live: Live, few: bool) -> Kind:
+        """Where there are many, nobody looks into what is remembered."""
+        if few and self._recaller is not None:
+            with self._careful():
+                if self._recaller.recalls(self._course(live).context):
+                    return Kind.RECALLED
+        return Kind.IMAGE if live.seq.images else Kind.TEXT
 
     def propose(self, lives: Mapping[str, Live]) -> Mapping[str, AnyDraft]:
         """Drafts for what has landed, by request."""

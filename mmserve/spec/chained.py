@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mmserve.spec.draft import AnyDraft
-from mmserve.spec.drafter import Context, Drafter, Landed, Wanted
+from mmserve.spec.drafter import Context, Drafter, Landed, Recaller, Wanted
 
 LOOK = 4  # drafts in a row by the last one, before others are asked again
 
@@ -78,6 +78,9 @@ class ChainedDrafter:
         asked = [Wanted(wanted[i].context, min(wanted[i].length, most)) for i in without]
         for i, draft in zip(without, drafter.propose(asked), strict=True):
             drafts[i] = draft and replace(draft, author=drafter.name)
+
+    def recalls(self, context: Context) -> bool:
+        return any(each.recalls(context) for each in self._drafters if isinstance(each, Recaller))
 
     def landed(self, context: Context, landed: Landed) -> None:
         for drafter in self._drafters:

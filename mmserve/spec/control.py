@@ -4,6 +4,9 @@ Owns the decision, and what it rests on: measured seconds of steps and of drafti
 drafts were right. No torch and no clock: it is told what steps took. Knows nothing of drafters'
 insides, pages or engines. It may only be slow to see a chance, never wrong about an answer.
 
+It is learnt by kind: a head that reads text well may know little of images, and what was said
+before is known by heart. So what one kind earns is not lost on another.
+
 Without drafts, a step's work on the host overlaps the device's; with drafts it does not. Nothing
 here says so: steps are measured from landing to landing, so that their seconds do.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -32,6 +36,14 @@ HOLDS = 4  # steps that a plan is for where drafts pay, nothing changes and none
 FAIR, RECENT = 8, 16  # steps that a spell gets before it is judged, and by which it is
 STREAK = 8  # tokens right in a row: a good stretch, so ask for as many
 SEQUENCE_MEMORY, ENGINE_MEMORY = 32, 100  # drafts
+
+
+class Kind(Enum):
+    """Of a sequence, at a step: what there is to guess by."""
+
+    TEXT = auto()
+    IMAGE = auto()  # there is one in its context
+    RECALLED = auto()  # its end stands in what the drafter remembers
 
 
 class Outcome(NamedTuple):
@@ -95,6 +107,13 @@ class _Known:
     streak: int = 0  # tokens of its latest drafts, as long as they were right to their ends
 
 
+class _Ledger(NamedTuple):
+    """What is counted together: sizes of a batch that are about the same, and the kinds in it."""
+
+    bucket: int
+    kinds: frozenset[Kind]
+
+
 class Control:
     """`most`: tokens behind the last known one that its drafter guesses at most; it is asked for
     a multiple of `unit` of them (`most`, where a part of a draft is worth nothing)."""
@@ -108,34 +127,36 @@ class Control:
         self._checked = Curve()  # by rows
         self._drafting = Curve()  # by tokens asked for
         self._rows_per_token = 1.0  # of a draft, by tokens in a row asked for
-        self._priors = {image: Acceptance(most, ENGINE_MEMORY) for image in (False, True)}
-        self._known: dict[str, _Known] = {}
-        self._tried: set[str] = set()  # those of them that ever had a draft
-        self._spells: dict[int, _Spell] = {}  # by size of the batch
+        self._priors = {kind: Acceptance(most, ENGINE_MEMORY) for kind in Kind}
+        self._known: dict[tuple[str, Kind], _Known] = {}
+        self._tried: set[tuple[str, Kind]] = set()  # those of them that ever had a draft
+        self._kinds: dict[str, Kind] = {}  # in the last plan
+        self._spells: dict[_Ledger, _Spell] = {}
         self._held, self._held_plan = 0, dict[str, int]()  # steps that the last plan is yet for
-        self._held_for: Sequence[tuple[str, bool]] = ()
+        self._held_for: Sequence[tuple[str, Kind]] = ()
         self._least = 0.0  # that a unit had to bring in the last plan
-        self._credits: dict[int, float] = {}  # likewise: seconds that drafts may yet lose
+        self._credits: dict[_Ledger, float] = {}  # seconds that drafts may yet lose
 
-    def plan(self, contexts: Sequence[tuple[str, bool]]) -> dict[str, int]:
-        """For the next step's sequences, each with whether an image is in its context: how many
-        tokens to draft. Who is not in it gets none; an empty plan is a plain step."""
+    def plan(self, contexts: Sequence[tuple[str, Kind]]) -> dict[str, int]:
+        """For the next step's sequences: how many tokens to draft. Who is not in it gets none; an
+        empty plan is a plain step."""
         size = len(contexts)
         if self._held and self._held_for == contexts:
             self._held -= 1
             return self._held_plan
         self._held = 0
+        self._kinds = dict(contexts)
         if not size or not self._plain.sure(size, self._step):
             return {}
-        spell = self._spells.setdefault(bucket_of(size), _Spell())
+        spell = self._spells.setdefault(self._ledger(size), _Spell())
         due = not spell.drafting and spell.due()
         begun = spell.drafting and (spell.steps or size <= CROWD)
         if not begun and self._credit(size) < self._price(size):
             return {}
         if not spell.drafting and not due:
-            if size > CROWD or all(id in self._tried for id, _ in contexts):
+            if size > CROWD or all(each in self._tried for each in contexts):
                 return {}
-        known = {id: self._sequence(id, image) for id, image in contexts}
+        known = {id: self._sequence(id, kind) for id, kind in contexts}
         if due:
             for each in known.values():
                 each.acceptance.fade()
@@ -175,10 +196,10 @@ class Control:
         if seconds is None:
             self._learn(outcomes)
             return 0.0
-        bucket = bucket_of(num_seqs)
+        ledger = self._ledger(num_seqs)
         if not outcomes:
             self._plain.add(num_seqs, seconds, self._step)
-            self._earn(bucket, STAKE * seconds * alike, seconds)
+            self._earn(ledger, STAKE * seconds * alike, seconds)
             return 0.0
         rows = sum(outcome.rows for outcome in outcomes)
         wanted = sum(outcome.wanted for outcome in outcomes)
@@ -190,8 +211,8 @@ class Control:
         accepted = sum(outcome.accepted for outcome in outcomes)
         saved = plain * (num_seqs + accepted) / num_seqs - seconds
         lost = -DEBT * plain  # at most: once, something may have been compiled in a step
-        self._earn(bucket, max(saved, lost) + STAKE * seconds, plain)
-        spell = self._spells.get(bucket)
+        self._earn(ledger, max(saved, lost) + STAKE * seconds, plain)
+        spell = self._spells.get(ledger)
         if spell is not None:
             spell.brought(max(saved - (GAIN - 1) * seconds, lost))
         return saved
@@ -199,7 +220,10 @@ class Control:
     def _credit(self, size: int) -> float:
         """Seconds that drafts may yet lose at this size of a batch."""
         begin = 0.0 if size > CROWD else START * (self._plain.at(size) or 0.0)
-        return self._credits.get(bucket_of(size), begin)
+        return self._credits.get(self._ledger(size), begin)
+
+    def _ledger(self, size: int) -> _Ledger:
+        return _Ledger(bucket_of(size), frozenset(self._kinds.values()))
 
     def _price(self, size: int) -> float:
         """Seconds to have before a spell begins. Of few sequences a new one is worth a look, and a
@@ -208,23 +232,26 @@ class Control:
 
     def forget(self, id: str) -> None:
         """A sequence has ended; it may be one that was never seen."""
-        self._known.pop(id, None)
-        self._tried.discard(id)
+        for kind in Kind:
+            self._known.pop((id, kind), None)
+            self._tried.discard((id, kind))
 
-    def _earn(self, bucket: int, seconds: float, plain: float) -> None:
-        begin = START * plain if bucket <= bucket_of(CROWD) else 0.0
-        credit = self._credits.get(bucket, begin) + seconds
-        self._credits[bucket] = min(max(credit, -DEBT * plain), CREDIT * plain)
+    def _earn(self, ledger: _Ledger, seconds: float, plain: float) -> None:
+        begin = START * plain if ledger.bucket <= bucket_of(CROWD) else 0.0
+        credit = self._credits.get(ledger, begin) + seconds
+        self._credits[ledger] = min(max(credit, -DEBT * plain), CREDIT * plain)
 
-    def _sequence(self, id: str, image: bool) -> _Known:
-        known = self._known.get(id)
+    def _sequence(self, id: str, kind: Kind) -> _Known:
+        known = self._known.get((id, kind))
         if known is None:
-            acceptance = Acceptance(self._most, SEQUENCE_MEMORY, self._priors[image])
-            self._known[id] = known = _Known(acceptance)
+            acceptance = Acceptance(self._most, SEQUENCE_MEMORY, self._priors[kind])
+            self._known[id, kind] = known = _Known(acceptance)
         return known
 
     def _learn(self, outcomes: Sequence[Outcome]) -> None:
-        found = [(o, k) for o in outcomes if (k := self._known.get(o.id)) is not None]
+        known_as = [(o, (o.id, kind)) for o in outcomes if (kind := self._kinds.get(o.id))]
+        self._tried.update(each for _, each in known_as if each in self._known)
+        found = [(o, self._known[each]) for o, each in known_as if each in self._known]
         for outcome, known in found:  # the shared ones first: all others rest on them
             if known.acceptance.prior:
                 known.acceptance.prior.add(outcome.wanted, outcome.accepted)
@@ -232,7 +259,6 @@ class Control:
             known.acceptance.add(outcome.wanted, outcome.accepted)
             right = outcome.accepted == outcome.wanted
             known.streak = known.streak + outcome.wanted if right else 0
-            self._tried.add(outcome.id)
             known.spell.brought(outcome.accepted - self._least * outcome.wanted / self._unit)
 
     def _worthwhile(self, known: Sequence[_Known]) -> float | None:
@@ -294,9 +320,12 @@ class Control:
     def _probes(self, known: dict[str, _Known], length: int) -> dict[str, int]:
         """Drafts for a few, though they should not pay: new sequences, and the most promising. Few
         have them all: most of what drafts cost is the same for one of them."""
-        order = sorted(
-            known, key=lambda id: (id in self._tried, -sum(known[id].acceptance.survival))
-        )
+
+        def rank(id: str) -> tuple[bool, float]:
+            tried = (id, self._kinds[id]) in self._tried
+            return tried, -sum(known[id].acceptance.survival)
+
+        order = sorted(known, key=rank)
         count = len(order) if len(order) <= CROWD else len(order) // PROBED
         return dict.fromkeys(order[:count], self._whole(length))
 

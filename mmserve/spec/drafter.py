@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -90,3 +90,12 @@ class Drafter(Protocol):
 
     def end(self, context: Context) -> None:
         """Nothing more comes of a sequence. It may be one that nothing has been told of."""
+
+
+@runtime_checkable
+class Recaller(Protocol):
+    """A drafter that may know by heart what comes."""
+
+    def recalls(self, context: Context) -> bool:
+        """Whether the end of this text stands in what is remembered, at such length that what
+        followed there is likely to follow here. Asked while the next token is on its way."""

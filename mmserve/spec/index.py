@@ -69,6 +69,23 @@ class Index:
             if found:
                 return
 
+    def stood(self, tail: Sequence[int], looks: int) -> bool:
+        """Whether all of `tail` stood somewhere before. Where it is these tokens' own end, or ends
+        one before it, that place is none. Quicker than a search: only the largest size is looked
+        up."""
+        size, newest = next(iter(self._newest.items()))
+        if len(tail) < size:
+            return False
+        at, before = newest.get(hash(tuple(tail[-size:])), -1), self._before[size]
+        for _ in range(looks):
+            if at < 0:
+                return False
+            start = at - len(tail)
+            if start >= 0 and at < len(self.tokens) - 1 and self.tokens[start:at] == tail:
+                return True
+            at = before[at - size]
+        return False
+
     def _matched(self, tail: Sequence[int], at: int) -> int:
         tokens, most = self.tokens, min(at, len(tail))
         start = at - len(tail)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from mmserve.spec.draft import Draft
 from mmserve.spec.drafter import Context, Landed, Wanted
 from mmserve.spec.index import Place
-from mmserve.spec.own_texts import OwnTexts
+from mmserve.spec.own_texts import OwnTexts, end_of
 
 LOOKS = 32  # earlier places that are compared
 
@@ -35,6 +35,9 @@ class NgramDrafter:
 
     def end(self, context: Context) -> None:
         self._texts.end(context)
+
+    def recalls(self, context: Context) -> bool:
+        return self._texts.index(context).stood(end_of(context, self._longest), LOOKS)
 
     def _guess(self, context: Context, length: int) -> Draft | None:
         index = self._texts.index(context)

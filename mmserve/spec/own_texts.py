@@ -37,3 +37,10 @@ class OwnTexts:
         if index is None:
             index = self._indices[context.id] = Index(context.token_ids, self._sizes)
         return index
+
+
+def end_of(context: Context, length: int) -> Sequence[int]:
+    """Its last tokens, without one that is on its way. None where there are not so many."""
+    tokens = context.token_ids
+    stop = len(tokens) - (tokens[-1] < 0) if tokens else 0
+    return tokens[stop - length : stop] if stop >= length else []

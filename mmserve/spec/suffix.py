@@ -22,10 +22,11 @@ from mmserve.spec.branches import ROOT, Branches
 from mmserve.spec.draft import Draft
 from mmserve.spec.drafter import Context, Landed, Wanted
 from mmserve.spec.index import Index
-from mmserve.spec.own_texts import OwnTexts
+from mmserve.spec.own_texts import OwnTexts, end_of
 
 TAIL = 64  # tokens of the question that are filed with its answer
 LONGEST = 32  # tokens of a match: longer ones are no better
+BY_HEART = 16  # tokens of one that is more than a turn of phrase, or the end of a question
 LOOKS = 16  # places of one index that are compared
 VOTERS = 8  # places that have a say, of those that matched longest
 OWN_SIZES = (1, 3)
@@ -83,6 +84,13 @@ class SuffixDrafter:
             answer = context.token_ids[max(prompt - TAIL, 0) :]
             for subject in (*_images(context), _anything(context)):
                 self._answers.file(subject, answer)
+
+    def recalls(self, context: Context) -> bool:
+        """In its own text, or in answers about the same images; where there are none, in any."""
+        subjects = _images(context) or [_anything(context)]
+        about = [index for subject in subjects if (index := self._answers.about(subject))]
+        tail = end_of(context, BY_HEART)
+        return any(index.stood(tail, LOOKS) for index in (*about, self._own.index(context)))
 
     def _guess(self, context: Context, length: int) -> Draft | None:
         about = [index for s in _images(context) if (index := self._answers.about(s))]

@@ -82,3 +82,11 @@ def test_it_is_called_after_all_of_them_and_sees_what_one_of_them_has_to_see() -
     assert drafter.name == "suffix+head" and drafter.taps == (3,)
     with pytest.raises(AssertionError):
         ChainedDrafter([Head(), Head()], [8, 2])
+
+
+def test_it_recalls_what_any_of_them_does() -> None:
+    seen = Context("a", [1, 2, 3, 1, 2, 3, -1], 1)
+    new = Context("b", [1, 2, 3, 4, 5, 6, -1], 1)
+    drafter = ChainedDrafter([NgramDrafter(2, 3), Head()], [8, 2])
+    assert drafter.recalls(seen) and not drafter.recalls(new)
+    assert not ChainedDrafter([Head()], [2]).recalls(seen)

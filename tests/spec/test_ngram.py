@@ -64,3 +64,16 @@ def test_sequences_do_not_see_each_other_and_leave_nothing_behind() -> None:
     drafter.end(Context("never seen", [], 0))
     again = Context("a", [1, 2], 2)
     assert drafter.propose([Wanted(again, 2)]) == [None]
+
+
+def test_a_text_is_recalled_where_its_longest_match_is() -> None:
+    drafter = NgramDrafter(2, 4)
+
+    def recalls(*tokens: int) -> bool:
+        context = Context(str(tokens), list(tokens), 1)
+        return drafter.recalls(context)
+
+    assert recalls(1, 2, 3, 4, 5, 1, 2, 3, 4, -1)
+    assert recalls(1, 2, 3, 4, 5, 1, 2, 3, 4)
+    assert not recalls(1, 2, 3, 4, 5, 2, 3, 4, -1)
+    assert not recalls(-1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mmserve.spec.draft import Draft
 from mmserve.spec.drafter import Context, Landed, Wanted
-from mmserve.spec.suffix import DOUBT, LEAST, SuffixDrafter
+from mmserve.spec.suffix import BY_HEART, DOUBT, LEAST, SuffixDrafter
 
 CAT, DOG = b"c" * 32, b"d" * 32
 QUESTION, ANSWER = list(range(100, 140)), list(range(200, 220))
@@ -175,3 +175,30 @@ def test_a_long_prompt_is_taken_in_while_it_is_computed() -> None:
     drafter.landed(context, Landed(None, (), ()))
     assert drafter.propose([Wanted(context, 1)]) == [Draft.chain([3])]
     drafter.end(context)
+
+
+def recalls(drafter: SuffixDrafter, tokens: list[int], images: tuple[bytes, ...] = (CAT,)) -> bool:
+    context = Context("asking", tokens, len(QUESTION), images, b"us")
+    found = drafter.recalls(context)
+    drafter._own.end(context)
+    return found
+
+
+def test_an_answer_about_the_same_picture_is_recalled_while_its_next_token_is_on_its_way() -> None:
+    drafter = SuffixDrafter(1 << 20)
+    assert not recalls(drafter, [*QUESTION, -1])
+    answered(drafter, QUESTION, ANSWER)
+    assert recalls(drafter, [*QUESTION, -1])
+    assert recalls(drafter, [*QUESTION, *ANSWER[:7], -1])
+    assert recalls(drafter, [*QUESTION, *ANSWER[:7]])
+    assert not recalls(drafter, [*QUESTION, -1], images=(DOG,))
+    assert not recalls(drafter, [*QUESTION, 9, 8, -1])
+
+
+def test_without_pictures_any_answer_of_the_tenants_is_recalled_and_a_text_recalls_itself() -> None:
+    drafter = SuffixDrafter(1 << 20)
+    answered(drafter, QUESTION, ANSWER)
+    assert recalls(drafter, [*QUESTION, -1], images=())
+    once = [7 * n for n in range(BY_HEART + 1)]
+    assert recalls(drafter, [*once, 5, *once[:BY_HEART], -1], images=(DOG,))
+    assert not recalls(drafter, [*once, 5, *once[1:BY_HEART], -1], images=(DOG,))
