@@ -138,6 +138,10 @@ class Load:
         for prompt in prompts:
             self.add(prompt)
         while not all(self.answers.values()):
+            if max(map(len, self.answers.values())) > grown:
+                raise ValueError(
+                    f"not all begin before the first has {grown} tokens: steps are small"
+                )
             self.step()
         self.check_running(len(prompts))
 

@@ -160,15 +160,19 @@ def _build(pair: Pair, options: Options, config: EngineConfig) -> tuple[Engine, 
         made = load(config.model)
     else:
         made = load_shape(options.shape, config.model, resolve_device(config.model.device), seed=0)
-    steps = None
+    steps, scheduler = None, config.scheduler
     if isinstance(made, LoadedModel) and (options.shape or made.device.type != "cpu"):
         steps = options.steps
         cache = _with_room(cache, steps, made)
-    seqs = max(config.scheduler.max_num_seqs, options.steps.batch)
+        scheduler = dataclasses.replace(
+            scheduler,
+            max_num_seqs=max(scheduler.max_num_seqs, steps.batch),
+            max_num_batched_tokens=max(scheduler.max_num_batched_tokens, steps.prefill),
+        )
     config = dataclasses.replace(
         config,
         cache=cache,
-        scheduler=dataclasses.replace(config.scheduler, max_num_seqs=seqs),
+        scheduler=scheduler,
         speculative=SpecConfig(method=None),
     )
     return Engine(config, made), steps

@@ -51,12 +51,14 @@ class Steps:
     batch: int = 64
     context: int = 4096
     images: int = 1
+    prefill: int = 8192  # text tokens in one step, before: those that have begun grow meanwhile
     window: Window = field(default_factory=lambda: Window(max_steps=100))
 
     @property
     def grown(self) -> int:
-        """Tokens a sequence grows by meanwhile."""
-        return self.window.warm_up + self.window.max_steps + 2
+        """Tokens a sequence grows by until the last step that is timed."""
+        before = 2 * -(-self.batch * self.context // self.prefill)
+        return before + self.window.warm_up + self.window.max_steps + 2
 
     def text_tokens(self, page_size: int) -> int:
         """As the pool must hold them."""

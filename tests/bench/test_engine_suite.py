@@ -124,6 +124,13 @@ def test_what_cannot_run_side_by_side_is_refused_with_its_size() -> None:
     assert not running.engine.has_work
 
 
+def test_steps_too_small_for_all_to_begin_in_time_are_refused() -> None:
+    """Else those that began first would crowd the others out, again and again."""
+    running = load()
+    with pytest.raises(ValueError, match="before the first has 3 tokens: steps are small"):
+        running.start_decoding([[running.text(60)] for _ in range(6)], grown=3)
+
+
 def test_a_case_that_never_ends_is_ended() -> None:
     running = load()
     running.deadline = time.monotonic() - 1
