@@ -55,6 +55,9 @@ class ModelConfig:
     # made. In blend, the first `blend_tokens` of each image do.
     vision_mode: str = "auto"
     blend_tokens: int = 16
+    # Visual tokens of an image, at most; None: as many as the model has. Of models that are trained
+    # to see with fewer.
+    image_max_tokens: int | None = None
     max_model_len: int | None = None  # tokens, text and image; default: the model's own
     # For sequences beyond the trained length; max_model_len grows by its factor.
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)

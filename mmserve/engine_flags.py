@@ -53,6 +53,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many of an image's first tokens do in blend mode",
     )
+    add(
+        "--image-max-tokens",
+        type=flags.count,
+        metavar="N",
+        help="of an image, of models trained to see with fewer (default: as many as they have)",
+    )
     add("--max-model-len", type=flags.count, help="tokens, text and image")
     add(
         "--rope-scaling",
@@ -206,6 +212,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             lora=not args.no_lora,
             vision_mode=args.vision_mode,
             blend_tokens=args.blend_tokens,
+            image_max_tokens=args.image_max_tokens,
             max_model_len=args.max_model_len,
             rope_scaling=args.rope_scaling,
             num_threads=args.num_threads,

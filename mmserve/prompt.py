@@ -28,7 +28,8 @@ class ImagePart:
     `earlier`: sent with an earlier request of the conversation; it does not count against the
     limit of images in one request. `number`: what it is called in the conversation; None: one more
     than the image before it. `state`: "marked" images are forgotten but by text that saw them;
-    of one that is "gone" only the number is said, and `data` may be empty.
+    of one that is "gone" only the number is said, and `data` may be empty. `detail`: how finely it
+    is looked at, where the model has a choice.
     """
 
     data: bytes
@@ -36,6 +37,7 @@ class ImagePart:
     earlier: bool = False
     number: int | None = None
     state: Literal["shown", "marked", "gone"] = "shown"
+    detail: str = "auto"  # auto | low | high | original
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@ computed in. Knows nothing of files, caches or the language model beyond its wid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from mmserve.vision.encoder import EncoderConfig, VisionEncoder
 from mmserve.vision.perceiver import CompressorConfig, PerceiverCompressor
+
+DETAILS = ("auto", "low", "high", "original")  # that can be asked for
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,14 @@ class VisionConfig:
     compressor: CompressorConfig
     mean: tuple[float, ...]  # a channel, of pixels scaled to 0..1
     std: tuple[float, ...]
+    # Of nested latents, how many an image gets by the detail that is asked for; else all.
+    details: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a detail of other numbers than the compressor's."""
+        for detail, count in self.details.items():
+            if count not in self.compressor.nested:
+                raise ValueError(f"detail {detail} has {count} latents; nested are no such")
 
     @property
     def image_size(self) -> int:
@@ -30,8 +40,20 @@ class VisionConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Visual tokens an image."""
+        """Visual tokens an image, at most."""
         return self.compressor.num_latents
+
+    def tokens_of(self, most: int | None = None) -> dict[str, int]:
+        """Visual tokens of an image by the detail asked for, none above `most`.
+
+        Raises ValueError for a limit that the latents cannot keep.
+        """
+        sizes = self.compressor.nested or (self.num_tokens,)
+        if most is not None and most < sizes[0]:
+            known = ", ".join(map(str, sizes))
+            raise ValueError(f"images of this model take {known} tokens, not at most {most}")
+        kept = max(size for size in sizes if most is None or size <= most)
+        return {d: min(self.details.get(d, self.num_tokens), kept) for d in DETAILS}
 
 
 class VisionModel(nn.Module):

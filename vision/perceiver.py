@@ -35,6 +35,17 @@ class CompressorConfig:
     latent_grid: tuple[int, int]  # rows, columns over the image
     local_sigmas: tuple[float, ...]  # image sides; one a head, the other heads see everywhere
     hidden_size: int  # of the language model
+    # So many of the first latents say what all say, the more the finer; empty: only all of them do.
+    nested: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for numbers that do not grow from one to all latents."""
+        sizes = [0, *self.nested]
+        grows = sizes == sorted({*sizes}) and sizes[-1] == self.num_latents
+        if self.nested and not grows:
+            raise ValueError(
+                f"nested latents {list(self.nested)} do not grow up to all {self.num_latents}"
+            )
 
     @property
     def num_latents(self) -> int:
@@ -144,13 +155,35 @@ class MLP(nn.Sequential):
 
 def local_bias(config: CompressorConfig) -> Tensor:
     """The fixed attention bias: float32 [1, heads, num_latents, num_tokens + num_latents]."""
-    latents = cell_centres(*config.latent_grid)
+    latents = latent_places(config)
     tokens = torch.cat([cell_centres(n, n) for n in config.grids])
     distance = torch.cdist(latents, tokens).pow(2)
     heads = [-distance / (2 * sigma * sigma) for sigma in config.local_sigmas]
     heads += [torch.zeros_like(distance)] * (config.heads - len(heads))
     to_latents = torch.zeros(config.heads, config.num_latents, config.num_latents)
     return torch.cat([torch.stack(heads), to_latents], 2)[None]
+
+
+def latent_places(config: CompressorConfig) -> Tensor:
+    """(x, y) of each latent in the unit square: float32 [num_latents, 2]. Nested ones are in an
+    order in which the first few lie all over the image."""
+    places = cell_centres(*config.latent_grid)
+    return places[spread(*config.latent_grid)] if config.nested else places
+
+
+def spread(rows: int, columns: int) -> list[int]:
+    """A grid's cells as ordered dithering takes them: each half fills the gaps of the one before.
+
+    Cells are numbered row by row. Of 8 x 8, the first 4 are a grid of 2 x 2 and the first 16 one of
+    4 x 4; the first 8 and 32 are chequered.
+    """
+    bits = range(max(rows, columns).bit_length())
+
+    def turn(cell: int) -> list[tuple[int, int]]:
+        row, column = divmod(cell, columns)
+        return [((row ^ column) >> bit & 1, row >> bit & 1) for bit in bits]
+
+    return sorted(range(rows * columns), key=turn)
 
 
 def cell_centres(rows: int, columns: int) -> Tensor:

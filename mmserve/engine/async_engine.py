@@ -198,9 +198,10 @@ class AsyncEngine:
         if constraint is not None and not engine.grammars.knows(constraint):
             # Before any image is decoded, and not in the images' way.
             await loop.run_in_executor(self._compiler, engine.grammars.matcher, constraint)
-        prepare = partial(engine.pipeline.prepare, alone=len(parts) == 1, salt=tenant.salt)
+        common = partial(engine.pipeline.prepare, alone=len(parts) == 1, salt=tenant.salt)
+        calls = [partial(common, p.data, p.param, detail=p.detail) for p in parts]
         images: list[ImageInput] = await asyncio.gather(
-            *(loop.run_in_executor(self._workers, prepare, p.data, p.param) for p in parts)
+            *(loop.run_in_executor(self._workers, call) for call in calls)
         )
         return await loop.run_in_executor(
             self._workers,

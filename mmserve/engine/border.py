@@ -38,10 +38,16 @@ class Pipeline(Protocol):
     settings_id: bytes
 
     def prepare(
-        self, data: bytes, param: str | None = None, *, alone: bool = True, salt: bytes = b""
+        self,
+        data: bytes,
+        param: str | None = None,
+        *,
+        alone: bool = True,
+        salt: bytes = b"",
+        detail: str = "auto",
     ) -> ImageInput:
-        """Thread-safe. `alone`: the only image of its prompt; `salt`: its tenant's. Raises
-        `RequestError`s."""
+        """Thread-safe. `alone`: the only image of its prompt; `salt`: its tenant's; `detail`: how
+        finely it is looked at, where the model has a choice. Raises `RequestError`s."""
 
     def identify(self, data: bytes, salt: bytes = b"") -> ImageId:
         """What a file is called, without looking at it. Thread-safe."""
@@ -108,17 +114,18 @@ def _native(loaded: LoadedModel, config: EngineConfig, dtype: str) -> Border:
         image_prefix=spec.image_prefix,
         image_suffix=spec.image_suffix,
     )
+    num_tokens = spec.image_tokens(config.model.image_max_tokens)
     pipeline = VisionPipeline(
         build_decoder(config.images, config.decoding),
         size=spec.image_size,
-        num_tokens=spec.num_image_tokens,
+        num_tokens=num_tokens,
         settings_id=fingerprint(
             ("weights", spec.weights_id),
             ("dtype", dtype.encode()),
             ("size", str(spec.image_size).encode()),
         ),
     )
-    return Border(tokenizer, template, pipeline, spec.num_image_tokens, GREEDY)
+    return Border(tokenizer, template, pipeline, min(num_tokens.values()), GREEDY)
 
 
 def _of_checkpoint(checkpoint: Checkpoint, config: EngineConfig, dtype: str) -> Border:

@@ -176,7 +176,7 @@ class CUDARunner(ModelRunner):
 
     def _look(self, image: ImageInput, pixels: Any) -> Features:
         if not self.stock:
-            return Features(self._tower(pixels))
+            return Features(self._tower(pixels)[: image.num_tokens])
         tensors = {k: send(v, self.device) for k, v in pixels.items() if isinstance(v, Tensor)}
         return super()._look(image, {**pixels, **tensors})
 

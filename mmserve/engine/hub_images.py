@@ -106,11 +106,18 @@ class ProcessorPipeline:
         self.on_decode = on_decode
 
     def prepare(
-        self, data: bytes, param: str | None = None, *, alone: bool = True, salt: bytes = b""
+        self,
+        data: bytes,
+        param: str | None = None,
+        *,
+        alone: bool = True,
+        salt: bytes = b"",
+        detail: str = "auto",
     ) -> HubImage:
         """Check and identify one image; decode and process it unless its KV and shape are known.
 
-        `alone`: it is the only image of its prompt. Raises InvalidImageError,
+        `alone`: it is the only image of its prompt; `detail` makes no difference: sizes are the
+        processor's. Raises InvalidImageError,
         UnsupportedImageTypeError or ImageTooLargeError with `param`.
         """
         try:
@@ -287,9 +294,7 @@ class NoImagePipeline:
 
     settings_id = b""
 
-    def prepare(
-        self, data: bytes, param: str | None = None, *, alone: bool = True, salt: bytes = b""
-    ) -> HubImage:
+    def prepare(self, data: bytes, param: str | None = None, **how: Any) -> HubImage:
         raise RequestError("this model takes no images", param=param)
 
     def identify(self, data: bytes, salt: bytes = b"") -> ImageId:

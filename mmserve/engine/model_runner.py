@@ -228,7 +228,7 @@ class ModelRunner:
             assert image.token_ids is not None
             return self.adapter.look(image.token_ids, pixels)
         tokens: Tensor = self.vision_model.encode(pixels.to(self.device))[0]
-        return Features(tokens.to(self.adapter.dtype))
+        return Features(tokens[: image.num_tokens].to(self.adapter.dtype))
 
     @torch.inference_mode()
     def encode(self, job: ImageJob) -> None:

@@ -7,7 +7,7 @@ sessions, queues or KV. Thread-safe: requests are prepared beside the engine thr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,13 +27,14 @@ class VisionPipeline:
         decoder: Decoder,
         *,
         size: int,
-        num_tokens: int,
+        num_tokens: Mapping[str, int],
         settings_id: bytes,
     ) -> None:
+        """`num_tokens`: of an image, by the detail asked for."""
         self.limits = decoder.limits
         self.decoder = decoder
         self.size = size
-        self.num_tokens = num_tokens
+        self._num_tokens = num_tokens
         self.settings_id = settings_id
         self.connect(lambda _: False, lambda: None)
 
@@ -43,33 +44,47 @@ class VisionPipeline:
         self.on_decode = on_decode
 
     def prepare(
-        self, data: bytes, param: str | None = None, *, alone: bool = True, salt: bytes = b""
+        self,
+        data: bytes,
+        param: str | None = None,
+        *,
+        alone: bool = True,
+        salt: bytes = b"",
+        detail: str = "auto",
     ) -> ImageInput:
         """Check and identify one image; decode it unless its KV is known.
 
         `alone`: it is the only one of its prompt, which makes no difference here. Raises
         InvalidImageError, UnsupportedImageTypeError or ImageTooLargeError with `param`.
         """
+        count = self._num_tokens[detail]
         try:
             preprocess.check_header(data, self.limits)
-            digest = preprocess.digest(data, self.settings_id, salt=salt)
+            digest = self._digest(data, count, salt)
             pixels = None if self.is_resident(digest) else self._decode(data)
         except RequestError as error:
             error.param = param
             raise
-        return ImageInput(digest, data, self.num_tokens, pixels)
+        return ImageInput(digest, data, count, pixels)
 
     def close(self) -> None:
         self.decoder.close()
 
     def identify(self, data: bytes, salt: bytes = b"") -> ImageId:
         """What an image file is called, without looking at it."""
-        return ImageId((preprocess.digest(data, self.settings_id, salt=salt),), self.num_tokens)
+        counts = sorted({*self._num_tokens.values()}, reverse=True)
+        return ImageId(tuple(self._digest(data, count, salt) for count in counts), counts[0])
 
     def pixels(self, image: ImageInput) -> Tensor:
         """uint8 [1, 3, H, W]; decodes again if the KV was evicted after `prepare`."""
         pixels = self._decode(image.data) if image.pixels is None else image.pixels
         return torch.from_numpy(pixels)[None]
+
+    def _digest(self, data: bytes, count: int, salt: bytes) -> bytes:
+        """Fewer tokens see fewer: their KV is not the beginning of that of more."""
+        tokens = ("tokens", str(count).encode())
+        settings = preprocess.fingerprint(("settings", self.settings_id), tokens)
+        return preprocess.digest(data, settings, salt=salt)
 
     def _decode(self, data: bytes) -> preprocess.Pixels:
         self.on_decode()

@@ -25,7 +25,7 @@ from huggingface_hub.utils.tqdm import (
 from mmserve.errors import first_line
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.model.shards import INDEX, SINGLE
-from mmserve.model.supported import MODELS
+from mmserve.model.supported import MODELS, native_json
 
 # org/name, with @revision, or with /file.gguf behind; each part as the hub allows it.
 _HUB_ID = re.compile(
@@ -43,8 +43,8 @@ class Source:
 
 
 def is_native(model: str) -> bool:
-    """Whether `model` is ours: a name in `configs/models/`, or the path of a JSON like those."""
-    return model.endswith(".json") or (MODELS / f"{model}.json").is_file()
+    """Whether `model` is ours and no checkpoint: see `native_json`."""
+    return model.endswith(".json") or native_json(model) is not None
 
 
 def locate(model: str, progress: bool = True) -> Source:

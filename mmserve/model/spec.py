@@ -6,12 +6,13 @@ Owns the JSON's words and the identity of the weights. Reads no weights beyond h
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmserve.model.fetch import BaseModelSpec, ModelUnavailableError, sha256_of
-from mmserve.model.supported import MODELS
+from mmserve.model.supported import MODELS, native_json
 from mmserve.vision.encoder import EncoderConfig
 from mmserve.vision.model import VisionConfig
 from mmserve.vision.perceiver import CompressorConfig, Source
@@ -45,8 +46,12 @@ class ModelSpec:
 
     @property
     def num_image_tokens(self) -> int:
-        """Visual tokens an image becomes."""
+        """Visual tokens an image becomes, at most."""
         return self.vision.num_tokens
+
+    def image_tokens(self, most: int | None) -> Mapping[str, int]:
+        """Those by the detail asked for, as `VisionConfig.tokens_of` says."""
+        return self.vision.tokens_of(most)
 
     @property
     def image_size(self) -> int:
@@ -54,13 +59,13 @@ class ModelSpec:
 
 
 def load_spec(model: str, lora: bool = True) -> ModelSpec:
-    """Reads a name in `configs/models/` or a path; `lora` False leaves the adapter out.
+    """Reads what `native_json` finds; `lora` False leaves the adapter out.
 
     Raises `ModelUnavailableError` for an unknown name and `KeyError` or `TypeError` for a
     malformed file.
     """
-    path = Path(model) if model.endswith(".json") else MODELS / f"{model}.json"
-    if not path.is_file():
+    path = native_json(model)
+    if path is None:
         known = ", ".join(sorted(p.stem for p in MODELS.glob("*.json")))
         raise ModelUnavailableError(
             f"no model {model!r}; known are {known}, or give the path of a JSON"
@@ -96,6 +101,7 @@ def _vision(data: dict[str, Any]) -> VisionConfig:
         for stride, sources in compressor.pop("levels").items()
     }
     grid, sigmas = compressor.pop("latent_grid"), compressor.pop("local_sigmas")
+    nested = compressor.pop("nested", ())
     return VisionConfig(
         encoder=EncoderConfig(
             encoder["vision_cfg"], tuple(encoder["features"]), encoder["fold_batch_norm"]
@@ -105,8 +111,10 @@ def _vision(data: dict[str, Any]) -> VisionConfig:
             levels=levels,
             latent_grid=(grid[0], grid[1]),
             local_sigmas=tuple(sigmas),
+            nested=tuple(nested),
             **compressor,
         ),
         mean=tuple(preprocess["mean"]),
         std=tuple(preprocess["std"]),
+        details=data.get("details", {}),
     )

@@ -14,6 +14,21 @@ from pathlib import Path
 WIDTH = 96  # of running text
 MODELS = Path(__file__).parent.parent / "configs" / "models"  # descriptions of native models
 
+
+def native_json(model: str) -> Path | None:
+    """The description that `model` names: the path of one, a name in `configs/models/`, or a folder
+    where one stands beside the folder of its files, as there. None: it names none that is there."""
+    if model.endswith(".json"):
+        return Path(model) if Path(model).is_file() else None
+    shipped = MODELS / f"{model}.json"
+    if model and shipped.is_file():
+        return shipped
+    folder = Path(model).expanduser()
+    there = folder.glob("*.json") if model and folder.is_dir() else ()
+    found = [path for path in there if path.with_suffix("").is_dir()]
+    return found[0] if len(found) == 1 else None
+
+
 # What a tiny random checkpoint of the family, built and saved by transformers, was compared in.
 CHECKS = {
     "prompt": "token ids of conversations with and without images, and the image tensors, equal "

@@ -63,6 +63,10 @@ def open_named(cfg: ModelConfig) -> Checkpoint:
 
     Raises as `load` does.
     """
+    if cfg.image_max_tokens is not None:
+        raise ValueError(
+            "--image-max-tokens is not for public checkpoints, whose processors decide"
+        )
     return open_checkpoint(
         cfg.model,
         max_model_len=cfg.max_model_len,

@@ -168,7 +168,8 @@ async def _render(request: ChatRequest, services: Services, owner: str) -> list[
             if isinstance(part, TextPart):
                 parts.append(part)
             else:
-                parts.append(ImagePart(await image_bytes(part, services, owner), part.param))
+                data = await image_bytes(part, services, owner)
+                parts.append(ImagePart(data, part.param, detail=part.detail))
         messages.append(Message(role, tuple(parts)))
     return messages
 

@@ -47,7 +47,8 @@ class StoredImage:
         param = "previous_response_id" if old else self.param
         state = LEFT_OF[forgotten.get(self.digest)]
         data = b"" if state == "gone" else await self.blob.read()
-        return ImagePart(data, param, earlier=old, number=self.number, state=state)
+        how: dict[str, Any] = {"earlier": old, "number": self.number, "detail": self.detail}
+        return ImagePart(data, param, state=state, **how)
 
     async def to_json(self, with_url: bool) -> dict[str, Any]:
         part: dict[str, Any] = {"type": "input_image", "detail": self.detail}

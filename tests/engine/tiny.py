@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.engine import Engine
 from mmserve.model.loader import LoadedModel
+from mmserve.vision.model import DETAILS
 
 HIDDEN, LAYERS, KV_HEADS, HEAD_DIM = 96, 3, 2, 24  # 6 heads: wider than the hidden size
 VOCAB = 264  # 259 known tokens, padded as models' vocabularies often are
@@ -80,8 +82,23 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def tiny_model(max_model_len: int = MAX_LEN, device: str = "cpu") -> Any:
-    """What the loader returns, for the tiny model."""
+NESTED = (5, 10, IMAGE_TOKENS)  # of which low detail takes the least
+
+
+def _image_tokens(sizes: tuple[int, ...]) -> Callable[[int | None], dict[str, int]]:
+    """As `ModelSpec.image_tokens`."""
+
+    def by_detail(most: int | None) -> dict[str, int]:
+        kept = max(size for size in sizes if most is None or size <= most)
+        return {d: min(sizes[0] if d == "low" else sizes[-1], kept) for d in DETAILS}
+
+    return by_detail
+
+
+def tiny_model(
+    max_model_len: int = MAX_LEN, device: str = "cpu", sizes: tuple[int, ...] = (IMAGE_TOKENS,)
+) -> Any:
+    """What the loader returns, for the tiny model; `sizes`: of its images, in tokens."""
     spec = SimpleNamespace(
         name="tiny",
         max_model_len=max_model_len,
@@ -90,6 +107,7 @@ def tiny_model(max_model_len: int = MAX_LEN, device: str = "cpu") -> Any:
         image_suffix="\n",
         image_size=IMAGE_SIZE,
         num_image_tokens=IMAGE_TOKENS,
+        image_tokens=_image_tokens(sizes),
         weights_id=bytes(32),
     )
     loaded: Any = LoadedModel

@@ -89,4 +89,4 @@ def _see(loaded: LoadedModel, segment: ImageSegment) -> Tensor:
     pixels = segment.image.pixels
     if pixels is None:
         pixels = decode(segment.image.data, ImageLimits(), loaded.spec.image_size)
-    return loaded.vision.encode(torch.as_tensor(pixels)[None])[0]
+    return loaded.vision.encode(torch.as_tensor(pixels)[None])[0][: segment.image.num_tokens]

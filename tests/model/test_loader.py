@@ -12,8 +12,10 @@ import torch
 
 from mmserve.config import ModelConfig
 from mmserve.model.fetch import ModelUnavailableError
+from mmserve.model.hub import is_native
 from mmserve.model.loader import LoadedModel, load_model, resolve_device
 from mmserve.model.spec import load_spec
+from mmserve.model.supported import native_json
 from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
 from tests.model.dense import dense_generate, image_mask
 
@@ -115,6 +117,20 @@ def test_it_sees(loaded: LoadedModel) -> None:
 def test_an_unknown_model_is_refused_with_the_known_names() -> None:
     with pytest.raises(ModelUnavailableError, match="smolvision-135m"):
         load_spec("gpt-17")
+
+
+def test_a_folder_like_configs_models_names_its_one_model(tmp_path: Path) -> None:
+    assert native_json(str(tmp_path)) is None
+    description = tmp_path / "mine.json"
+    description.write_text("{}")
+    assert native_json(str(tmp_path)) is None and not is_native(str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    assert native_json(str(tmp_path)) == description and is_native(str(tmp_path))
+    assert native_json(str(description)) == description
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other.json").write_text("{}")
+    assert native_json(str(tmp_path)) is None
+    assert native_json("smolvision-135m") is not None
 
 
 def test_the_description_agrees_with_itself() -> None:

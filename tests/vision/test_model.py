@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,27 @@ def test_an_image_does_not_depend_on_its_batch_mates(model: VisionModel) -> None
     for i in (2, 0, 1):
         assert torch.equal(model.encode(batch[i : i + 1])[0], together[i])
     assert torch.equal(model.encode(batch.flip(0)).flip(0), together)
+
+
+def test_a_detail_takes_as_many_tokens_as_the_model_says_and_no_more_than_allowed(
+    spec: ModelSpec,
+) -> None:
+    nested = replace(spec.vision.compressor, nested=(8, 16, 32))
+    vision = replace(spec.vision, compressor=nested, details={"low": 16})
+    assert vision.tokens_of() == {"auto": 32, "low": 16, "high": 32, "original": 32}
+    assert vision.tokens_of(31) == dict.fromkeys(vision.tokens_of(), 16)
+    assert vision.tokens_of(9) == dict.fromkeys(vision.tokens_of(), 8)
+    with pytest.raises(ValueError, match="take 8, 16, 32 tokens, not at most 7"):
+        vision.tokens_of(7)
+    with pytest.raises(ValueError, match="low has 12"):
+        replace(vision, details={"low": 12})
+
+
+def test_a_model_without_nested_latents_has_one_number(spec: ModelSpec) -> None:
+    plain = replace(spec.vision, compressor=replace(spec.vision.compressor, nested=()), details={})
+    assert set(plain.tokens_of().values()) == {plain.num_tokens}
+    with pytest.raises(ValueError, match="not at most 16"):
+        plain.tokens_of(16)
 
 
 def test_a_missing_or_foreign_tensor_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from mmserve.vision.perceiver import (
     PerceiverCompressor,
     Source,
     cell_centres,
+    latent_places,
     local_bias,
+    spread,
 )
 
 CONFIG = CompressorConfig(
@@ -100,3 +103,29 @@ def test_the_bias_is_a_gaussian_around_the_latents_own_place() -> None:
 
 def test_cell_centres_run_row_by_row() -> None:
     assert cell_centres(2, 2).tolist() == [[0.25, 0.25], [0.75, 0.25], [0.25, 0.75], [0.75, 0.75]]
+
+
+def test_the_first_of_nested_latents_lie_all_over_the_image() -> None:
+    order = spread(8, 8)
+    assert sorted(order) == list(range(64))
+    for count, side in ((4, 2), (16, 4), (64, 8)):  # one in each cell of a coarser grid
+        places = {(cell // 8 * side // 8, cell % 8 * side // 8) for cell in order[:count]}
+        assert len(places) == count
+    for count, side in ((8, 4), (32, 8)):  # chequered: each row and column of cells has as many
+        rows = [cell // 8 * side // 8 for cell in order[:count]]
+        columns = [cell % 8 * side // 8 for cell in order[:count]]
+        assert {rows.count(i) for i in range(side)} == {side // 2}
+        assert {columns.count(i) for i in range(side)} == {side // 2}
+
+
+def test_nested_latents_keep_the_places_of_the_grid() -> None:
+    nested = replace(CONFIG, latent_grid=(4, 4), nested=(4, 16))
+    plain = replace(CONFIG, latent_grid=(4, 4))
+    assert sorted(latent_places(nested).tolist()) == sorted(latent_places(plain).tolist())
+    assert latent_places(nested).tolist() != latent_places(plain).tolist()
+
+
+@pytest.mark.parametrize("nested", [(2, 5), (4, 2, 6), (0, 6), (6, 8)])
+def test_nested_sizes_grow_up_to_all_latents(nested: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="do not grow up to all 6"):
+        replace(CONFIG, nested=nested)
