@@ -37,6 +37,11 @@ def seconds(text: str) -> float:
     return _number(text, sys.float_info.max, "number of seconds such as 30 or 0.5")
 
 
+def milliseconds(text: str) -> float:
+    """0 or more."""
+    return _number(text, sys.float_info.max, "number of milliseconds such as 500 or 0.5")
+
+
 def share(text: str) -> float:
     """From 0 to 1."""
     return _number(text, 1.0, "share such as 0.95")

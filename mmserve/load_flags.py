@@ -57,7 +57,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     for name, what in (("ttft", "to a first token"), ("itl", "between two tokens")):
         load.add_argument(
             f"--slo-{name}-ms",
-            type=flags.seconds,
+            type=flags.milliseconds,
             default=0.0,
             metavar="MS",
             help=f"milliseconds {what} that steps are sized and load is shed for, 0 for none",

@@ -148,6 +148,9 @@ def test_a_bad_size_is_refused_by_name(text: str, capsys: pytest.CaptureFixture[
         ("--mm-processor-kwargs", "[1]", "no JSON object"),
         ("--mm-processor-kwargs", "{", "no JSON object"),
         ("--ssl-certfile", "/nowhere/cert.pem", "no file"),
+        ("--slo-ttft-ms", "soon", "number of milliseconds"),
+        ("--slo-itl-ms", "-1", "number of milliseconds"),
+        ("--drain-seconds", "-1", "number of seconds"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from starlette.routing import WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
 from mmserve.errors import RequestError, TooManyImagesError
 from mmserve.prompt import Message, TextPart
@@ -33,7 +33,7 @@ from mmserve.server.responder import LOG_BYTES
 from mmserve.server.responses_request import MAX_ID, InputItem, parse_item
 from mmserve.server.sampling import MAX_INT, check_model
 from mmserve.server.services import Services, owner_of, services_of
-from mmserve.server.sockets import SocketSession, deny, run_admitted
+from mmserve.server.sockets import SocketGoneError, SocketSession, deny, run_admitted
 from mmserve.server.transcript import Transcript
 from mmserve.server.wire import SlowReaderError, cancel, loads, new_id
 
@@ -95,7 +95,7 @@ class RealtimeSession(SocketSession):
             )
         try:
             await handler(fields)
-        except (RequestError, SlowReaderError, WebSocketDisconnect):
+        except (RequestError, SlowReaderError, SocketGoneError):
             raise
         except Exception:
             log.exception("%s failed", kind)

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from starlette.routing import WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
 from mmserve.config import MIB
 from mmserve.errors import RequestError
@@ -25,7 +25,7 @@ from mmserve.server.lanes import Lanes
 from mmserve.server.responder import Responder
 from mmserve.server.responses_request import parse_response_request
 from mmserve.server.services import Services, owner_of
-from mmserve.server.sockets import SocketSession, run_admitted
+from mmserve.server.sockets import SocketGoneError, SocketSession, run_admitted
 from mmserve.server.store import Turn
 from mmserve.server.wire import SlowReaderError, dumps
 
@@ -143,7 +143,7 @@ class Session(SocketSession):
             await self._respond(lane, body)
         except RequestError as error:
             await self.send(self.error_event(error, {"stream_id": lane}))
-        except (SlowReaderError, WebSocketDisconnect, RuntimeError):
+        except (SlowReaderError, SocketGoneError):
             raise
         except Exception:
             log.exception("a response failed to start")

@@ -28,6 +28,10 @@ CLOSE_TIMEOUT_S = 1.0
 log = logging.getLogger("mmserve.server")
 
 
+class SocketGoneError(Exception):
+    """The peer has left, or the socket is closed: there is nobody to tell."""
+
+
 class SocketSession:
     """Until either side closes. A surface says what a frame means (`take`), how a refusal looks
     (`error_event`) and what ends with the socket (`leave`)."""
@@ -85,7 +89,7 @@ class SocketSession:
                 if text is None:
                     return self.close(1003)
                 await self._take(text)
-        except WebSocketDisconnect:
+        except (SocketGoneError, WebSocketDisconnect):
             return
         except SlowReaderError:
             self._give_up()
@@ -114,16 +118,20 @@ class SocketSession:
         await self.send_text(dumps(event))
 
     async def send_text(self, text: str) -> None:
-        """Raises `SlowReaderError`, and what a closed socket raises."""
+        """Raises `SlowReaderError` and `SocketGoneError`."""
         if not text.isascii():
             text = encode(text).decode()  # half a surrogate pair, sent back in an error
         try:
             async with self._sending:
-                await asyncio.wait_for(
-                    self._socket.send_text(text), self.services.config.slow_reader_s
-                )
+                await asyncio.wait_for(self._put(text), self.services.config.slow_reader_s)
         except asyncio.TimeoutError:
             raise SlowReaderError from None
+
+    async def _put(self, text: str) -> None:
+        try:
+            await self._socket.send_text(text)
+        except (WebSocketDisconnect, RuntimeError) as error:  # the second: sent after a close
+            raise SocketGoneError from error
 
     async def guarded(self, work: Awaitable[None]) -> None:
         """Do work that sends, of a task of its own: a socket that fails it ends the session."""
@@ -131,7 +139,7 @@ class SocketSession:
             await work
         except SlowReaderError:
             self._give_up()
-        except (WebSocketDisconnect, RuntimeError):
+        except SocketGoneError:
             self.close(None)  # the socket is gone; the receiver learns it too
         except Exception:
             log.exception("a socket failed")
