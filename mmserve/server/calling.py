@@ -135,6 +135,7 @@ def parse_calling(fields: Fields, info: ModelInfo, *, formatted: bool) -> Callin
             )
     choice = fields.get("tool_choice")
     callable, mode = _chosen(choice, tools, param)
+    parallel = fields.flag("parallel_tool_calls", True)
     if not tools:
         if mode in ("required", "named"):
             raise RequestError(f"'{param}' needs 'tools'.", param=param)
@@ -145,7 +146,7 @@ def parse_calling(fields: Fields, info: ModelInfo, *, formatted: bool) -> Callin
         shown=() if mode == "none" else tools,
         callable=callable,
         required=mode in ("required", "named"),
-        parallel=fields.flag("parallel_tool_calls", True) and mode != "named",
+        parallel=parallel and mode != "named",
         formatted=formatted,
         format=info.tool_format,
         tools_json=tuple(_echo(tool) for tool in tools),

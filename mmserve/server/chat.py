@@ -27,6 +27,7 @@ from mmserve.server.answer import (
     logprob_json,
     timings_json,
 )
+from mmserve.server.bodies import read_json
 from mmserve.server.calling import Calling, call_text, parse_calling
 from mmserve.server.content import Content, check_count, image_bytes, parse_content
 from mmserve.server.deadline import Deadline
@@ -37,15 +38,15 @@ from mmserve.server.errors import (
     error_object,
     internal_error,
 )
-from mmserve.server.fields import Fields, as_list, as_object, parse_body
+from mmserve.server.fields import Fields, as_list, as_object
 from mmserve.server.formats import constrain, parse_format
 from mmserve.server.sampling import (
-    MAX_TOP_LOGPROBS,
     check_model,
     parse_beams,
     parse_sampling,
     text_only,
     unsupported,
+    whole,
 )
 from mmserve.server.services import Services, access_of, owner_of, services_of
 from mmserve.server.wire import (
@@ -88,8 +89,9 @@ def _message(value: Any, param: str, services: Services) -> tuple[str, tuple[Con
     message.required("role")
     role = CHAT_ROLES[message.choice("role", tuple(CHAT_ROLES), "user")]
     content = parse_content(message.get("content"), message.param("content"))
+    calls = _tool_calls(message, services)
     if role == "assistant":
-        content += _tool_calls(message, services)
+        content += calls
     if role == "user" and not content:
         raise RequestError("A user message must hold text or an image.", param=param)
     return role, content
@@ -125,7 +127,7 @@ def _continue_final(fields: Fields, last_role: str) -> bool:
 
 def _logprobs(fields: Fields) -> int | None:
     wanted = fields.flag("logprobs")
-    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    top = whole(fields, "top_logprobs")
     if not wanted and top:
         raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     return (top or 0) if wanted else None
@@ -353,7 +355,7 @@ async def create_chat_completion(request: Request) -> Response:
     """POST /v1/chat/completions."""
     services = services_of(request)
     services.check_ready()
-    body = parse_body(await request.body())
+    body = await read_json(request)
     chat = parse_chat(body, services)
     deadline = Deadline.of(body, services.config.max_request_s, request.headers)
 

@@ -64,11 +64,11 @@ def _image_url_part(part: Fields) -> ImageRef:
 def _input_image_part(part: Fields) -> ImageRef:
     detail = part.choice("detail", DETAILS, "auto")
     url, file_id = part.get("image_url"), part.get("file_id")
+    item_id, index = part.text("item_id"), part.integer("index", 0, MAX_INDEX)
     if isinstance(url, dict):  # the Chat form inside a Responses part
         url = url.get("url")
-    if url is None and file_id is None and part.get("item_id") is not None:
-        index = part.integer("index", 0, MAX_INDEX)
-        return ImageRef(part.path, None, None, detail, part.text("item_id"), index)
+    if url is None and file_id is None and item_id is not None:
+        return ImageRef(part.path, None, None, detail, item_id, index)
     return _image(url, file_id, detail, part.path)
 
 

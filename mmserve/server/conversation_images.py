@@ -15,9 +15,10 @@ from starlette.routing import Route
 
 from mmserve.errors import RequestError
 from mmserve.held_image import ACTIVE
+from mmserve.server.bodies import read_json_if_any
 from mmserve.server.calling import parse_calling
 from mmserve.server.errors import NotFoundError, UnsupportedParameterError
-from mmserve.server.fields import Fields, parse_body
+from mmserve.server.fields import Fields
 from mmserve.server.history import StoredImage
 from mmserve.server.services import Services, services_of, turn_of
 from mmserve.server.store import Turn
@@ -141,8 +142,8 @@ async def forget_image(request: Request) -> Response:
     mark, so that text which saw it stays as it is."""
     services = services_of(request)
     services.check_ready()
-    body = await request.body()
-    mode = Fields(parse_body(body) if body else {}).choice("mode", FORGETTING, FORGETTING[0])
+    body = await read_json_if_any(request)
+    mode = Fields(body).choice("mode", FORGETTING, FORGETTING[0])
     if mode == "mark" and services.info.vision_mode != "isolated":
         raise UnsupportedParameterError(
             "Later images have seen this one in a model of this vision mode, so that it cannot be "

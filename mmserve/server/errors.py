@@ -12,6 +12,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from mmserve.errors import InternalError, RequestError
 from mmserve.server.wire import JSONBody
@@ -90,6 +91,11 @@ class MethodNotAllowedError(RequestError):
 class RequestTooLargeError(RequestError):
     status = 413
     code = "request_too_large"
+
+
+class UnsupportedMediaTypeError(RequestError):
+    status = 415
+    code = "unsupported_media_type"
 
 
 class RateLimitError(RequestError):
@@ -182,7 +188,17 @@ async def on_request_error(request: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's handler for its own refusals (404, 405, bad multipart)."""
     assert isinstance(error, HTTPException)
-    return error_response(from_http_exception(error), dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["allow"] = ", ".join(sorted(_methods(request)))
+    return error_response(from_http_exception(error), headers)
+
+
+def _methods(request: Request) -> set[str]:
+    """Those of the path, which may be several routes: the framework says that of the first only."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    path = next((r.path for r in routes if r.matches(request.scope)[0] is not Match.NONE), None)
+    return {method for r in routes if r.path == path for method in r.methods or ()}
 
 
 def internal_error() -> InternalError:

@@ -124,9 +124,13 @@ class Fields:
         param = self.param(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise wrong_type(value, "a number", param)
-        if not math.isfinite(value) or not low <= value <= high:
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of more than 308 digits
+            number = math.inf
+        if not math.isfinite(number) or not low <= number <= high:
             raise RequestError(f"'{param}' must be from {low:g} to {high:g}.", param=param)
-        return float(value)
+        return number
 
     def object(self, name: str) -> Fields:
         """The object under `name`; empty where absent."""

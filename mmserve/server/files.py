@@ -25,6 +25,7 @@ from mmserve.prompt import ImagePart, Message
 from mmserve.server import rows
 from mmserve.server.access import Access
 from mmserve.server.blobs import Blob, BlobStore
+from mmserve.server.bodies import FORM, check_type
 from mmserve.server.errors import (
     MissingParameterError,
     NotFoundError,
@@ -40,6 +41,7 @@ log = logging.getLogger("mmserve.server")
 
 PURPOSES = ("vision", "user_data")
 DISK_BLOCK = 4096  # bytes: what even a tiny file costs
+ANCHOR = "created_at"  # from when a file's life is counted
 MIN_TTL_S, MAX_TTL_S = 3600, 30 * 24 * 3600
 
 
@@ -176,6 +178,10 @@ class FileStore:
 
 
 def _ttl(form: Any) -> int | None:
+    if form.get("expires_after[anchor]") not in (None, ANCHOR):
+        raise RequestError(
+            f"'expires_after[anchor]' must be '{ANCHOR}'.", param="expires_after[anchor]"
+        )
     text = form.get("expires_after[seconds]")
     if text is None:
         return None
@@ -210,6 +216,7 @@ async def create_file(request: Request) -> Response:
     services, access = services_of(request), access_of(request)
     access.request()
     access = access.unasked
+    check_type(request, FORM)
     async with request.form(max_files=1, max_fields=16, max_part_size=4096) as form:
         upload, purpose = form.get("file"), form.get("purpose")
         if not isinstance(upload, UploadFile):

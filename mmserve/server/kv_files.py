@@ -18,6 +18,7 @@ from starlette.routing import Route
 from mmserve.config import GIB
 from mmserve.errors import RequestError
 from mmserve.server.auth import ADMIN_PATH
+from mmserve.server.bodies import BYTES, check_type
 from mmserve.server.errors import RequestTooLargeError, StorageUnavailableError
 from mmserve.server.services import Services, services_of
 from mmserve.server.wire import JSONBody
@@ -59,6 +60,7 @@ async def import_kv(request: Request) -> Response:
     """POST /v1/kv, the body a KV file: what of it came in, text tokens and images."""
     services = services_of(request)
     services.check_ready()
+    check_type(request, BYTES)
     folder = _folder(services)
     try:
         await _receive(request, folder / "sent.kv")

@@ -12,10 +12,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mmserve.errors import RequestError
+from mmserve.server.bodies import read_json
 from mmserve.server.deadline import Deadline
 from mmserve.server.errors import ResponseNotActiveError
 from mmserve.server.event_log import LogEvictedError
-from mmserve.server.fields import parse_body
 from mmserve.server.job import Tail
 from mmserve.server.responder import Responder
 from mmserve.server.responses_request import ResponseRequest, parse_response_request
@@ -25,6 +25,8 @@ from mmserve.server.wire import EventStream, JSONBody, dumps, sse, while_connect
 
 IMAGE_URLS = "message.input_image.image_url"
 MAX_PAGE = 100
+MAX_AFTER = 10**9 - 1
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 async def _frames(tail: Tail, on_slow: Callable[[], None]) -> AsyncGenerator[bytes, None]:
@@ -61,7 +63,7 @@ async def create_response(request: Request) -> Response:
     """POST /v1/responses."""
     services = services_of(request)
     services.check_ready()
-    body = parse_body(await request.body())
+    body = await read_json(request)
     parsed = parse_response_request(body, services.info)
     deadline = Deadline.of(body, services.config.max_request_s, request.headers)
     responder = Responder(services, owner_of(request))
@@ -89,16 +91,25 @@ def _starting_after(request: Request) -> int:
         return -1
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdigit() and len(digits) < 10) or int(text) < -1:
-        raise RequestError("'starting_after' must be an integer.", param="starting_after")
+        raise RequestError(
+            f"'starting_after' must be an integer from -1 to {MAX_AFTER}.", param="starting_after"
+        )
     return int(text)
+
+
+def _flag(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "").lower()
+    if text and text not in FLAGS:
+        raise RequestError(f"'{name}' must be one of: {', '.join(FLAGS)}.", param=name)
+    return FLAGS.get(text, False)
 
 
 async def retrieve_response(request: Request) -> Response:
     """GET /v1/responses/{id}; with `stream=true` a replay from the log that goes on live."""
     services, turn = services_of(request), turn_of(request)
-    if request.query_params.get("stream", "").lower() not in ("true", "1"):
-        return JSONBody(turn.current())
     after = _starting_after(request)
+    if not _flag(request, "stream"):
+        return JSONBody(turn.current())
     if turn.job is None:
         raise LogEvictedError(
             "The events of this response are no longer held.", param="starting_after"
@@ -132,7 +143,9 @@ async def delete_response(request: Request) -> Response:
 def _page(request: Request, ids: list[str]) -> tuple[list[str], bool]:
     query = request.query_params
     limit = query.get("limit", "20")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
+    if not (
+        limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= MAX_PAGE
+    ):
         raise RequestError(f"'limit' must be from 1 to {MAX_PAGE}.", param="limit")
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -168,7 +181,7 @@ async def count_input_tokens(request: Request) -> Response:
     """POST /v1/responses/input_tokens."""
     services = services_of(request)
     services.check_ready()
-    parsed = parse_response_request(parse_body(await request.body()), services.info)
+    parsed = parse_response_request(await read_json(request), services.info)
     responder = Responder(services, owner_of(request))
     prompt = await while_connected(request, responder.count(parsed))
     return JSONBody(

@@ -20,11 +20,11 @@ from mmserve.server.errors import MissingParameterError, UnsupportedParameterErr
 from mmserve.server.fields import Fields, as_object, as_text, wrong_type
 from mmserve.server.formats import Format, constrain, parse_format
 from mmserve.server.sampling import (
-    MAX_TOP_LOGPROBS,
     check_model,
     parse_sampling,
     text_only,
     unsupported,
+    whole,
 )
 from mmserve.server.session_json import INHERITED, PolicyChange, parse_policy
 from mmserve.server.wire import new_id
@@ -130,7 +130,7 @@ def parse_input(fields: Fields, info: ModelInfo) -> tuple[InputItem, ...]:
 
 
 def _logprobs(fields: Fields) -> int | None:
-    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    top = whole(fields, "top_logprobs")
     if LOGPROBS in fields.list("include"):
         return top or 0
     return top or None

@@ -18,6 +18,26 @@ MAX_STOPS = 4
 MAX_TOP_LOGPROBS = 20
 MAX_BEAMS = 16
 
+# What a number may be, from and to.
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "diversity_penalty": (0, 100),
+    "length_penalty": (-10, 10),
+}
+WHOLE_RANGES: dict[str, tuple[int, int]] = {
+    "top_k": (-1, MAX_INT),
+    "seed": (-(2**63), 2**63 - 1),
+    "n": (1, MAX_BEAMS),
+    "best_of": (1, MAX_BEAMS),
+    "num_beam_groups": (1, MAX_BEAMS),
+    "top_logprobs": (0, MAX_TOP_LOGPROBS),
+}
+MAX_BIAS = 100  # of a token, either way
 BEAMS = SamplingParams(temperature=0.0)  # nothing is drawn, whatever the model's own settings say
 
 
@@ -33,13 +53,11 @@ def check_model(fields: Fields, info: ModelInfo) -> None:
 
 
 def _max_tokens(fields: Fields, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        value = fields.get(name)
-        if value == -1 and not isinstance(value, bool):
-            return None  # no limit
-        if value is not None:
-            return fields.integer(name, 1, MAX_INT)
-    return None
+    wanted = [limit for name in names if (limit := fields.integer(name, -1, MAX_INT)) is not None]
+    if 0 in wanted:
+        param = fields.param(next(name for name in names if fields.get(name) == 0))
+        raise RequestError(f"'{param}' must be 1 or more, or -1 for no limit.", param=param)
+    return wanted[0] if wanted and wanted[0] > 0 else None
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:
@@ -62,7 +80,7 @@ def _logit_bias(fields: Fields) -> dict[int, float]:
     for key in pairs.values:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise RequestError("'logit_bias' keys are token ids.", param="logit_bias")
-        value = pairs.number(key, -100, 100)
+        value = pairs.number(key, -MAX_BIAS, MAX_BIAS)
         if value is not None:
             bias[int(key)] = value
     return bias
@@ -76,8 +94,13 @@ def _token_ids(fields: Fields, name: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _or(value: float | None, default: float) -> float:
+def _number(fields: Fields, name: str, default: float) -> float:
+    value = fields.number(name, *RANGES[name])
     return default if value is None else value
+
+
+def whole(fields: Fields, name: str) -> int | None:
+    return fields.integer(name, *WHOLE_RANGES[name])
 
 
 def parse_sampling(
@@ -90,21 +113,19 @@ def parse_sampling(
     beams: BeamParams | None = None,
 ) -> SamplingParams:
     """`limits` names the length fields, the stronger first; the rest was read by the surface."""
-    top_k = fields.integer("top_k", -1, MAX_INT)
+    top_k = whole(fields, "top_k")
     default = info.default_sampling if beams is None else BEAMS
     return SamplingParams(
         max_tokens=_max_tokens(fields, limits),
-        temperature=_or(fields.number("temperature", 0, 2), default.temperature),
-        top_p=_or(fields.number("top_p", 0, 1), default.top_p),
+        temperature=_number(fields, "temperature", default.temperature),
+        top_p=_number(fields, "top_p", default.top_p),
         top_k=default.top_k if top_k is None else max(top_k, 0),
-        min_p=_or(fields.number("min_p", 0, 1), default.min_p),
-        repetition_penalty=_or(
-            fields.number("repetition_penalty", 0.01, 10), default.repetition_penalty
-        ),
-        presence_penalty=_or(fields.number("presence_penalty", -2, 2), 0.0),
-        frequency_penalty=_or(fields.number("frequency_penalty", -2, 2), 0.0),
+        min_p=_number(fields, "min_p", default.min_p),
+        repetition_penalty=_number(fields, "repetition_penalty", default.repetition_penalty),
+        presence_penalty=_number(fields, "presence_penalty", 0.0),
+        frequency_penalty=_number(fields, "frequency_penalty", 0.0),
         logit_bias=_logit_bias(fields),
-        seed=fields.integer("seed", -(2**63), 2**63 - 1),
+        seed=whole(fields, "seed"),
         stop=_stops(fields),
         stop_token_ids=_token_ids(fields, "stop_token_ids"),
         ignore_eos=fields.flag("ignore_eos"),
@@ -117,43 +138,37 @@ def parse_sampling(
 def parse_beams(fields: Fields) -> BeamParams | None:
     """vLLM's words: `n` answers of `best_of` beams (default: n). Groups are ours. None where one
     answer is asked for, token by token."""
-    if not fields.flag("use_beam_search"):
-        only_one(fields, "n", "best_of")
-        for name in ("num_beam_groups", "diversity_penalty"):
-            if fields.get(name) is not None:
-                param = fields.param(name)
-                raise RequestError(f"'{param}' needs 'use_beam_search': true.", param=param)
-        return None
-    count, width = fields.integer("n", 1, MAX_BEAMS), fields.integer("best_of", 1, MAX_BEAMS)
+    count, width, groups = (whole(fields, name) for name in ("n", "best_of", "num_beam_groups"))
     early: Any = fields.get("early_stopping")
-    return BeamParams(
+    beams = BeamParams(
         width=width or count or 1,
         count=count or 1,
-        groups=fields.integer("num_beam_groups", 1, MAX_BEAMS) or 1,
-        diversity_penalty=_or(fields.number("diversity_penalty", 0, 100), 0.0),
-        length_penalty=_or(fields.number("length_penalty", -10, 10), 1.0),
+        groups=groups or 1,
+        diversity_penalty=_number(fields, "diversity_penalty", 0.0),
+        length_penalty=_number(fields, "length_penalty", 1.0),
         early_stopping="never" if early == "never" else fields.flag("early_stopping"),
     )
+    if fields.flag("use_beam_search"):
+        return beams
+    for name in ("n", "best_of"):
+        if fields.get(name) not in (None, 1):
+            raise UnsupportedParameterError(
+                "One answer a request is made here.", param=fields.param(name)
+            )
+    for name in ("num_beam_groups", "diversity_penalty"):
+        if fields.get(name) is not None:
+            param = fields.param(name)
+            raise RequestError(f"'{param}' needs 'use_beam_search': true.", param=param)
+    return None
 
 
 def unsupported(fields: Fields, *names: str) -> None:
     """Refuse fields whose silent loss would change the answer."""
     for name in names:
-        if fields.get(name) not in (None, False, [], {}):
+        value = fields.get(name)
+        if value is not None and value is not False and value != [] and value != {}:
             raise UnsupportedParameterError(
                 f"'{fields.param(name)}' is not supported here.", param=fields.param(name)
-            )
-
-
-def only_one(fields: Fields, *names: str) -> None:
-    """`n` and its like must be absent or 1."""
-    for name in names:
-        value: Any = fields.get(name)
-        if value is None:
-            continue
-        if fields.integer(name, 1, MAX_INT) != 1:
-            raise UnsupportedParameterError(
-                "One answer a request is made here.", param=fields.param(name)
             )
 
 

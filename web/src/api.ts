@@ -121,6 +121,7 @@ export class Api {
   async chat(body: ChatBody, signal: AbortSignal): Promise<ReadableStream<Uint8Array>> {
     const response = await this.call('v1/chat/completions', {
       method: 'POST',
+      headers: { 'Content-Type': 'application/json' },
       body: JSON.stringify(body),
       signal,
     });
@@ -132,7 +133,8 @@ export class Api {
   }
 
   private async call(path: string, init: RequestInit = {}): Promise<Response> {
-    const headers = this.key === null ? undefined : { Authorization: `Bearer ${this.key}` };
+    const headers = new Headers(init.headers);
+    if (this.key !== null) headers.set('Authorization', `Bearer ${this.key}`);
     const response = await fetch(new URL(path, this.root), { ...init, headers, cache: 'no-store' });
     if (response.ok) return response;
     const body: unknown = await response.json().catch(() => null);
