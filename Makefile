@@ -4,11 +4,11 @@
 #   make serve                 install and serve on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="--max-num-seqs 16"
 #   make soak SECONDS=60       64 clients, for so long; twenty minutes by default
+#   make schemathesis SECONDS=60    whatever /openapi.json allows, and what it does not; ten minutes
 #   make install TORCH="torch torchvision --index-url …"    bring PyTorch from another index first
 
 PORT ?= 8000
 ARGS ?=
-SECONDS ?= 1200
 TORCH ?=
 PYTHON ?= python3
 
@@ -16,7 +16,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NODE_MODULES := web/node_modules/.package-lock.json
 
-.PHONY: install serve test soak lint page page-test browser clean
+.PHONY: install serve test soak schemathesis lint page page-test browser clean
 
 install: .venv/.installed
 
@@ -30,7 +30,10 @@ test: .venv/.installed-dev browser lint page-test
 	$(BIN)/pytest -m model
 
 soak: .venv/.installed-dev
-	@$(BIN)/python tests/checks/soak.py --seconds $(SECONDS)
+	@$(BIN)/python tests/checks/soak.py --seconds $(or $(SECONDS),1200)
+
+schemathesis: .venv/.installed-dev
+	@$(BIN)/python tests/checks/described.py --seconds $(or $(SECONDS),600)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

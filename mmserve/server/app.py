@@ -41,6 +41,7 @@ from mmserve.server.journal import Database, Journal, NoJournal
 from mmserve.server.kv_feed import KVFeed
 from mmserve.server.limits import RATE_HEADERS
 from mmserve.server.memory_guard import MemoryGuard
+from mmserve.server.openapi import document
 from mmserve.server.page import Page
 from mmserve.server.server_metrics import ServerMetrics
 from mmserve.server.services import Services
@@ -166,6 +167,7 @@ def create_app(
             *realtime.ROUTES,
             *kv_files.ROUTES,
             *kv_view.ROUTES,
+            *document.ROUTES,
         ],
         middleware=_middleware(config, services),
         exception_handlers={

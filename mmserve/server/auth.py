@@ -35,7 +35,8 @@ OPERATOR_PATHS = frozenset({"/metrics"})  # where there are keys: hit rates tell
 ADMIN_PATH = "/v1/kv"  # reads and plants what belongs to everybody
 VIEW_PATH = f"{ADMIN_PATH}/view"  # tells of it in counts and ids, and forgets
 FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
-CLOSED_ROOTS = frozenset({"v1", "metrics", "version"})  # the rest is the page, which holds no data
+# The rest is the page, which holds no data.
+CLOSED_ROOTS = frozenset({"v1", "metrics", "version", "openapi.json"})
 
 
 def bearer(headers: Headers) -> str | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,6 +26,7 @@ from mmserve.server.services import Services
 sys.path.append(str(Path(__file__).parents[2]))
 
 from tests.server.fake_engine import FakeEngine
+from tests.server.witness import Witness
 
 KEY, ADMIN_KEY = "sk-test_KEY-1", "sk-test_ADMIN-1"
 PATIENCE_S = 30.0  # for what must happen; only what never happens takes so long
@@ -108,6 +109,8 @@ class Running:
 def start(config: ServerConfig, engine: FakeEngine) -> tuple[Running, Callable[[], None]]:
     server = make_server(config, engine)
     server.config.log_level = "warning"
+    witness = Witness(cast(Any, server.config.app))
+    server.config.app = witness
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     eventually(lambda: server.started or not thread.is_alive())
@@ -121,6 +124,7 @@ def start(config: ServerConfig, engine: FakeEngine) -> tuple[Running, Callable[[
         server.should_exit = True
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
+        assert not witness.wrong, "answers that /openapi.json does not describe"
 
     return running, stop
 

@@ -380,7 +380,7 @@ def test_two_thousand_images_stay_on_disk_only(launch: Any) -> None:
     tracemalloc.stop()
     assert len(services.blobs) == 300
     assert services.blobs.used_bytes > 300 * 50_000
-    assert current < 6_000_000  # bytes; the images alone are 15 MB
+    assert current < 7_500_000  # bytes; the images alone are 15 MB
 
 
 def test_deleted_and_evicted_responses_free_their_images(launch: Any) -> None:
