@@ -93,8 +93,7 @@ class Scheduler:
         self._image_rows = 0  # that an image to be encoded counts as, of the budget
         self._budget = 0  # tokens the step being scheduled may still take
         self._drafts: Mapping[str, AnyDraft] = {}  # of that step
-        # Looking for a place costs a walk of the prefix cache, and the same sequence is refused
-        # again until something has come back.
+        # Looking for a place walks the prefix cache, and fails again until something has come back.
         self._refused: tuple[str, int] | None = None  # the request and `Holdings.changes` then
         # Brings what a sequence could find to the pools before it is looked for; False: not now.
         self.lift: Callable[[Sequence], bool] = lambda seq: True
@@ -117,7 +116,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue by rank: a prefill without output waits behind every real turn."""
         self.beams.add(seq)
-        self.turns.enter(seq, (*self.waiting, *self.running))
+        self.turns.enter(seq, self.waiting, self.running)
         insort(self.waiting, seq, key=rank)
 
     def cut(self, seq: Sequence) -> int:
@@ -171,6 +170,7 @@ class Scheduler:
         for prefill_only in (False, True):
             self._continue(batch, prefill_only)
             self._admit_waiting(batch, prefill_only)
+        self.turns.chosen(batch, self.waiting)
         return batch
 
     def _continue(self, batch: Batch, prefill_only: bool) -> None:

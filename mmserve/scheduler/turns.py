@@ -1,18 +1,22 @@
 """Whose turn it is: between tenants that of who got least, and of one tenant's requests the first.
 
 Owns what each tenant got, in tokens that were computed for it by its weight, and the order in which
-sequences were seated. A tenant that comes, or comes back, starts level with who got least of those
-that are there, so that nobody is owed for a time in which it asked nothing (the virtual token
-counter of arXiv 2401.00588). With one tenant this is the order of arrival. Knows nothing of pages.
+sequences were seated. Nobody is owed for a time in which it asked nothing: a tenant that comes, or
+comes back, starts level with who got least of those that are there (the virtual token counter of
+arXiv 2401.00588). Nor for one in which it asked little: who had all that it could use of a step
+counts as if it had got as much as those whose turn came after its own. With one tenant this is the
+order of arrival. Knows nothing of pages.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import count
 
+from mmserve.scheduler.batch import Batch
 from mmserve.sequence import Sequence as Seq
+from mmserve.sequence import SequenceStatus
 
 
 def rank(seq: Seq) -> tuple[bool, float, float]:
@@ -25,28 +29,53 @@ def _name(seq: Seq) -> str:
     return seq.request.tenant.name
 
 
+def _waits(seq: Seq) -> bool:
+    """For a turn: it is not only decoding."""
+    return seq.status is not SequenceStatus.RUNNING or not seq.num_output_tokens
+
+
 class Turns:
     """Of one scheduler."""
 
     def __init__(self) -> None:
-        self._got: dict[str, float] = {}  # tokens by weight, by tenant
+        self._got: defaultdict[str, float] = defaultdict(float)  # tokens by weight, by tenant
         self._seats = count()
+        # Of the step that was chosen last: what was computed since, whose turn came, and who had
+        # got less and was left with nothing to wait for.
+        self._now: defaultdict[str, float] = defaultdict(float)
+        self._took: set[str] = set()
+        self._content: set[str] = set()
 
-    def enter(self, seq: Seq, present: Iterable[Seq]) -> None:
+    def enter(self, seq: Seq, waiting: Iterable[Seq], running: Sequence[Seq]) -> None:
         """A sequence comes to those that are there."""
-        active = {_name(other) for other in present}
-        if not active:
+        active = {_name(other) for other in (*waiting, *running)}
+        if not any(map(_waits, (*waiting, *running))):
             self._got.clear()
+            self._content.clear()
         if _name(seq) not in active:
-            level = min((self._got.get(name, 0.0) for name in active), default=0.0)
+            level = min((self._got[name] for name in active), default=0.0)
             self._got[_name(seq)] = max(self._served(seq), level)
 
     def spend(self, seq: Seq, tokens: int) -> None:
         """So many are computed for it."""
-        self._got[_name(seq)] = self._served(seq) + tokens / seq.request.tenant.weight
+        share = tokens / seq.request.tenant.weight
+        self._got[_name(seq)] += share
+        self._now[_name(seq)] += share
+
+    def chosen(self, batch: Batch, waiting: Sequence[Seq]) -> None:
+        """A step is chosen, and the one before it is computed."""
+        most = max((self._now[name] for name in self._took), default=0.0)
+        for name in self._content:
+            self._got[name] += max(most - self._now[name], 0.0)
+        self._now.clear()
+        prompts = (c.seq for c in batch.chunks if c.count > 1 and not c.seq.request.prefill_only)
+        left = {_name(seq) for seq in waiting if not seq.request.prefill_only}
+        self._took = set(map(_name, prompts)) or left
+        level = max((self._got[name] for name in self._took), default=0.0)
+        self._content = {n for n, got in self._got.items() if got < level and n not in left}
 
     def _served(self, seq: Seq) -> float:
-        return self._got.get(_name(seq), 0.0)
+        return self._got[_name(seq)]
 
     def first(self, waiting: Sequence[Seq]) -> Seq:
         """Of those that wait, in order of their ranks, who is to be seated next."""

@@ -113,6 +113,48 @@ def test_nobody_is_owed_for_a_time_in_which_it_asked_nothing() -> None:
     assert crowd.shares["other"] == pytest.approx(crowd.shares["flood"], rel=0.2)
 
 
+def test_nobody_is_owed_for_a_time_in_which_it_asked_little() -> None:
+    crowd = Crowd()
+    for n in range(250):
+        keep_busy(crowd, FLOOD, 20, 20, 20)
+        if n % 4 == 0:
+            crowd.ask(OTHER, 1, 8)  # which has not ended when the next one comes
+        crowd.step()
+    crowd.shares.clear()
+    for _ in range(250):
+        keep_busy(crowd, FLOOD, 20, 20, 20)
+        keep_busy(crowd, OTHER, 20, 20, 20)
+        crowd.step()
+    assert crowd.shares["other"] == pytest.approx(crowd.shares["flood"], rel=0.2)
+
+
+def test_nobody_is_owed_for_a_time_in_which_its_pictures_were_late() -> None:
+    """A chunk whose picture is not there is not computed, and scheduled again."""
+    crowd, held = Crowd(), set()
+
+    def step(*, late: bool) -> None:
+        for chunk in crowd.world.scheduler.schedule().chunks:
+            seq, tenant = chunk.seq, chunk.seq.request.tenant
+            if late and tenant == OTHER and seq not in held:
+                held.add(seq)
+                continue
+            crowd.shares[tenant.name] += chunk.count
+            crowd.world.scheduler.advance(chunk)
+            if chunk.samples:
+                crowd.world.abort(seq)
+
+    for _ in range(100):
+        keep_busy(crowd, FLOOD, 8, 20, 1)
+        crowd.ask(OTHER, 2, 1)  # the one before was held
+        step(late=True)
+    crowd.shares.clear()
+    for _ in range(100):
+        keep_busy(crowd, FLOOD, 8, 20, 1)
+        keep_busy(crowd, OTHER, 8, 20, 1)
+        step(late=False)
+    assert crowd.shares["other"] == pytest.approx(crowd.shares["flood"], rel=0.2)
+
+
 def test_images_count_as_what_their_tokens_are() -> None:
     """One tenant shows a new picture with every word, the other one writes."""
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32)
