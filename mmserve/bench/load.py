@@ -82,7 +82,7 @@ class Load:
         digest = fingerprint(("noise", f"{self.seed}/{number}".encode()))
         pixels = self._noise[number % _NOISE_IMAGES]
         pipeline: Any = self.engine.pipeline
-        return ImageSegment(ImageInput(digest, b"", pipeline.num_tokens, pixels))
+        return ImageSegment(ImageInput(digest, b"", pipeline.num_tokens["auto"], pixels))
 
     def images(self, count: int) -> list[Segment]:
         return [self.image() for _ in range(count)]

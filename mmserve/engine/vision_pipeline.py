@@ -34,7 +34,7 @@ class VisionPipeline:
         self.limits = decoder.limits
         self.decoder = decoder
         self.size = size
-        self._num_tokens = num_tokens
+        self.num_tokens = num_tokens
         self.settings_id = settings_id
         self.connect(lambda _: False, lambda: None)
 
@@ -57,7 +57,7 @@ class VisionPipeline:
         `alone`: it is the only one of its prompt, which makes no difference here. Raises
         InvalidImageError, UnsupportedImageTypeError or ImageTooLargeError with `param`.
         """
-        count = self._num_tokens[detail]
+        count = self.num_tokens[detail]
         try:
             preprocess.check_header(data, self.limits)
             digest = self._digest(data, count, salt)
@@ -72,7 +72,7 @@ class VisionPipeline:
 
     def identify(self, data: bytes, salt: bytes = b"") -> ImageId:
         """What an image file is called, without looking at it."""
-        counts = sorted({*self._num_tokens.values()}, reverse=True)
+        counts = sorted({*self.num_tokens.values()}, reverse=True)
         return ImageId(tuple(self._digest(data, count, salt) for count in counts), counts[0])
 
     def pixels(self, image: ImageInput) -> Tensor:
