@@ -1,4 +1,4 @@
-"""The command line: `mmserve serve`, `chat`, `bench`, `quality`, `models`, `kv`, and training.
+"""The command line: `mmserve serve`, `chat`, `bench`, `quality`, `eval`, `kv`, training and more.
 
 Owns flags, the environment and their way into the configuration tree; nothing below reads either.
 Flags use vLLM's words where it has one.
@@ -25,6 +25,7 @@ from mmserve.engine_flags import (
     engine_config,
     tier_config,
 )
+from mmserve.evaluation.command import add_eval_command
 from mmserve.faults import Faults
 from mmserve.kv_command import add_kv_commands
 from mmserve.load_flags import add_load_flags, with_load
@@ -292,6 +293,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_kv_commands(commands)
     add_train_command(commands, add_engine_flags, engine_config)
     add_vision_command(commands)
+    add_eval_command(commands)
     return parser
 
 

@@ -91,6 +91,8 @@ ALLOWED = {
     "train_drafter": TYPES | {"vision", "model", "engine", "spec", "whole_file"},
     "train_command": {"config", "flags", "train_drafter"},
     "vision_command": {"vision.train.fetch"},
+    "evaluation": {"config", "flags", "request", "prompt", "tokenizer", "model", "vision.train"}
+    | {"train_drafter.questions"},
     "kv_command": {"flags", "kvfile", "whole_file"},
     "chat": TYPES | {"engine"},
     "bench": TYPES
