@@ -60,6 +60,7 @@ class Faults:
 
     def __init__(self, armed: str = "") -> None:
         self._armed: dict[str, _Armed] = {}
+        self._told: list[str] = []
         self._lock = threading.Lock()
         self._released = threading.Event()
         for part in filter(None, map(str.strip, armed.split(","))):
@@ -67,6 +68,10 @@ class Faults:
 
     def __bool__(self) -> bool:
         return bool(self._armed)
+
+    def __reduce__(self) -> tuple[type[Faults], tuple[str]]:
+        """Another process has its own, armed as these were and not yet passed."""
+        return Faults, (",".join(self._told),)
 
     def arm(self, part: str) -> None:
         point, _, how = part.partition("=")
@@ -78,6 +83,7 @@ class Faults:
                 f"kinds: {', '.join((*KINDS, HANG))}"
             )
         self._armed[point] = _Armed(kind, int(first or 1) - 1, int(times or 1))
+        self._told.append(part)
 
     def at(self, point: str) -> None:
         """The code has come to a point. Raises what is armed there. On any thread."""

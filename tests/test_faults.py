@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
+from dataclasses import replace
 
 import pytest
 
+from mmserve.config import EngineConfig
 from mmserve.faults import KINDS, NO_FAULTS, POINTS, Faults
 
 
@@ -57,3 +60,11 @@ def test_what_stands_still_goes_on_once_it_is_released() -> None:
 def test_nothing_is_armed_unless_it_is_asked_for() -> None:
     assert not NO_FAULTS
     assert all(strikes(NO_FAULTS, point, 3) == [] for point in POINTS)
+
+
+def test_a_configuration_goes_to_another_process_with_its_faults() -> None:
+    armed = replace(EngineConfig(), faults=Faults("engine.launch=error@2"))
+    assert strikes(armed.faults, "engine.launch", 2) == [2]
+    other = pickle.loads(pickle.dumps(armed))
+    assert strikes(other.faults, "engine.launch", 3) == [2]
+    assert not pickle.loads(pickle.dumps(EngineConfig())).faults

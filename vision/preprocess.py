@@ -96,8 +96,13 @@ def decode(data: bytes, limits: ImageLimits, size: int) -> Pixels:
     # libjpeg's scaled decoding bounds a photograph's time and memory. It starts only where four
     # times the wanted size remains, so smaller images are decoded exactly.
     with _decoding(data, limits, draft=4 * size) as rgb:
-        small = rgb.resize((size, size), Image.Resampling.BICUBIC)
-        return np.ascontiguousarray(np.asarray(small).transpose(2, 0, 1))
+        return to_pixels(rgb, size)
+
+
+def to_pixels(rgb: Image.Image, size: int) -> Pixels:
+    """An RGB image as uint8 [3, size, size]."""
+    small = rgb.resize((size, size), Image.Resampling.BICUBIC)
+    return np.ascontiguousarray(np.asarray(small).transpose(2, 0, 1))
 
 
 def decode_full(data: bytes, limits: ImageLimits) -> Image.Image:

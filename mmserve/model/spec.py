@@ -84,7 +84,7 @@ def load_spec(model: str, lora: bool = True) -> ModelSpec:
         rope_theta=data["rope_theta"],
         base=base,
         lora=adapter,
-        vision=_vision(data["vision"]),
+        vision=read_vision(data["vision"]),
         vision_files=files,
         system_prompt=data["prompt"]["system"],
         image_prefix=data["prompt"]["image_prefix"],
@@ -94,7 +94,9 @@ def load_spec(model: str, lora: bool = True) -> ModelSpec:
     )
 
 
-def _vision(data: dict[str, Any]) -> VisionConfig:
+def read_vision(data: Mapping[str, Any]) -> VisionConfig:
+    """Of a description's `vision`. Raises as `load_spec`, and ValueError for sizes that do not go
+    together."""
     preprocess, encoder, compressor = data["preprocess"], data["encoder"], dict(data["compressor"])
     levels = {
         int(stride): tuple(Source(**source) for source in sources)

@@ -1,0 +1,90 @@
+"""Shards of examples, drawn by worker processes: the i-th is a function of the stage and i.
+
+Owns which examples a shard has. Knows nothing of devices, and nothing of how they are learned.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from mmserve.vision.train.assets import Assets
+from mmserve.vision.train.dialogue import Dialogue, Scribe
+from mmserve.vision.train.example import Split
+from mmserve.vision.train.packing import Packer, Shard
+from mmserve.vision.train.skills import SKILLS, example
+from mmserve.vision.train.stage import REST, Stage
+
+AHEAD = 4  # shards that each worker has ready
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a worker needs."""
+
+    stage: Stage
+    assets: Assets
+    scribe: Scribe
+    image_size: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a mixture of skills that there are none of."""
+        if strange := sorted(self.stage.mixture.keys() - SKILLS.keys() - {REST}):
+            raise ValueError(f"no skill is called {strange[0]}; known are {', '.join(SKILLS)}")
+
+    @property
+    def packer(self) -> Packer:
+        latents = self.stage.latents.sizes[-1]
+        return Packer(self.stage.packing, self.image_size, latents)
+
+    def shard(self, number: int) -> Shard:
+        planned = self.stage.updates * self.stage.packing.shards
+        return self.packer.pack(self._dialogues(number, number / planned))[0]
+
+    def _dialogues(self, number: int, progress: float) -> Iterator[Dialogue]:
+        stage = self.stage
+        rng = random.Random(f"{stage.seed} shard {number}")
+        weights = stage.weights(SKILLS, progress)
+        while True:
+            (skill,) = rng.choices([*weights], [*weights.values()])
+            (latents,) = rng.choices([*stage.latents.chances], [*stage.latents.chances.values()])
+            index = rng.getrandbits(48)
+            try:
+                made = example(skill, Split.TRAIN, seed=stage.seed, index=index, assets=self.assets)
+                yield self.scribe.write(made, latents, rng)
+            except Exception as error:  # one of a million must not end hours of training
+                warnings.warn(f"{skill} {index} is left out: {error!r}", stacklevel=1)
+
+
+class _Shards(IterableDataset[Shard]):
+    """From the `first` on; with workers each makes every so manieth, and they come in order."""
+
+    def __init__(self, drawing: Drawing, first: int) -> None:
+        self._drawing, self._first = drawing, first
+
+    def __iter__(self) -> Iterator[Shard]:
+        torch.set_num_threads(1)
+        worker = get_worker_info()
+        offset, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for number in count(self._first + offset, step):
+            yield self._drawing.shard(number)
+
+
+def stream(drawing: Drawing, first: int, workers: int, pinned: bool) -> Iterator[Shard]:
+    """Shards from the `first` on, in order however many `workers` make them (0: this process)."""
+    loader = DataLoader(
+        _Shards(drawing, first),
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=AHEAD if workers else None,
+        pin_memory=pinned,
+        # A fork would inherit a GPU's context and the locks of whatever threads there are.
+        multiprocessing_context="spawn" if workers else None,
+    )
+    return iter(loader)
