@@ -98,8 +98,9 @@ def train(stage: Stage, options: Options, config: EngineConfig) -> None:
     def chats() -> list[writing.Chat]:
         if writer is not None:
             writer.join()
-            texts.with_suffix(".part").replace(texts)
-        return writing.read(texts) if stage.text.tokens else []
+            if writing.read(texts.with_suffix(".part")):  # else another call may have more time
+                texts.with_suffix(".part").replace(texts)
+        return writing.read(texts) if texts.is_file() else []
 
     train_from(load_start(stage, config.model), stage, options, drawn, chats, say)
 
@@ -196,8 +197,9 @@ def _blank_text(stage: Stage, learner: Learner, device: torch.device) -> TextRow
 def _texts(
     chats: Sequence[writing.Chat], stage: Stage, learner: Learner, device: torch.device
 ) -> tuple[TextRows | None, TextRows | None]:
-    """Rows to learn from and to measure, with what the base makes of them."""
-    if not chats:
+    """Rows to learn from and to measure, with what the base makes of them. Raises ValueError where
+    there should be some."""
+    if not stage.text.tokens:
         return None, None
     found = []
     for part in parted(chats):
