@@ -21,6 +21,7 @@ from mmserve.config import Config, DecodingConfig, ServerConfig
 from mmserve.engine_flags import (
     add_engine_flags,
     add_image_flags,
+    add_parallel_flags,
     add_tier_flags,
     engine_config,
     tier_config,
@@ -73,6 +74,7 @@ def _serve(args: argparse.Namespace) -> None:
         engine = dataclasses.replace(
             engine, cache=cache, tiers=tiers, decoding=DecodingConfig(decoding), faults=faults
         )
+        engine = dataclasses.replace(engine, tensor_parallel_size=args.tensor_parallel_size)
         config = with_load(args, Config(engine, dataclasses.replace(server, faults=faults)))
         serve(config.server, AsyncEngine(config.engine))
 
@@ -264,6 +266,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_flags(serve)
     add_image_flags(serve)
     add_tier_flags(serve)
+    add_parallel_flags(serve)
     add_load_flags(serve)
     serve.set_defaults(run=_serve)
 

@@ -216,6 +216,7 @@ class EngineConfig:
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     tiers: TierConfig = field(default_factory=TierConfig)
     speculative: SpecConfig = field(default_factory=SpecConfig)
+    tensor_parallel_size: int = 1  # processes that compute the model together, on a GPU each
     # Seconds in which nothing moves though there is work, before that is reported and the engine
     # started anew; 0: nobody looks.
     watchdog_s: float = 60.0

@@ -135,6 +135,16 @@ def _add_pool_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=flags.count,
+        default=EngineConfig().tensor_parallel_size,
+        metavar="N",
+        help="processes that compute the model together, on a GPU each (docs/parallel.md)",
+    )
+
+
 def add_tier_flags(parser: argparse.ArgumentParser) -> None:
     tiers = parser.add_argument_group("KV that has no room in the pools (docs/sessions.md)")
     tiers.add_argument(

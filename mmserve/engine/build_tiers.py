@@ -35,9 +35,11 @@ def build_tiers(
     metrics: Metrics,
     costs: Costs,
 ) -> KVTiers | None:
-    """None where nothing is kept below the pools. Raises `ObjectStoreError`, or `OSError` for a
-    folder that cannot be used."""
+    """None where nothing is kept below the pools, or no process has all of it. Raises
+    `ObjectStoreError`, or `OSError` for a folder that cannot be used."""
     config, pinned = whole.tiers, runner.device.type == "cuda"
+    if runner.team.ranks > 1:
+        return None
     host_bytes = config.host_bytes
     if host_bytes is None:
         host_bytes = _memory() // HOST_SHARE if pinned else 0

@@ -17,11 +17,13 @@ from torch.nn import functional
 
 from mmserve.config import CacheConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.cuda_layout import GROWN, CUDALayout, Layout, slices
+from mmserve.engine.dense_chunks import dense_chunk, reads_itself
 from mmserve.engine.feature_cache import Done
 from mmserve.engine.graphs import URGENT, Graphs
 from mmserve.engine.model_runner import Logits, ModelRunner
 from mmserve.engine.plan import StepInput, chosen_rows
 from mmserve.engine.rehearsal import Rehearsal
+from mmserve.engine.team import Team, followed
 from mmserve.engine.transfer import Staging, resolve_pending, send, upload
 from mmserve.engine.vision_stream import CapturedTower, VisionStream
 from mmserve.kernels import work
@@ -29,12 +31,12 @@ from mmserve.kernels.attention import Scratch
 from mmserve.kernels.fused import Turns
 from mmserve.kernels.graft import graft
 from mmserve.kernels.launch import Launch
-from mmserve.kernels.reference import NOWHERE, vision_slot
+from mmserve.kernels.reference import NOWHERE
 from mmserve.kernels.work_builder import WorkBuilder
 from mmserve.model import cuda_install
 from mmserve.model.adapter import Features
 from mmserve.model.cuda_prelude import CUDAEmbedding
-from mmserve.model.cuda_step import DENSE_MULTIPLE, CUDAStep, DenseChunk
+from mmserve.model.cuda_step import CUDAStep, DenseChunk
 from mmserve.model.cuda_tower import fuse_towers
 from mmserve.model.fuse import fuse
 from mmserve.model.weights import Loaded
@@ -45,10 +47,6 @@ from mmserve.spec.drafter import FINAL
 
 # Steps of at most so many rows are captured; longer ones hide their launches behind their work.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-
-# Of a chunk, from which on the library's attention is worth its launches: it takes the host ten a
-# layer, through which shorter chunks had the device wait.
-DENSE_ROWS = 1024
 
 # Deterministic steps are always of so many rows: the libraries' products choose their order of
 # summation by the number of rows, and by nothing else that differs between a request's companies.
@@ -80,6 +78,7 @@ class CUDARunner(ModelRunner):
         cache: CacheConfig,
         model: ModelConfig,
         steps: SchedulerConfig | None = None,
+        team: Team | None = None,
     ) -> None:
         """`model.deterministic`: a request's logits have the same bits whatever runs beside it and
         however its prompt was cut, at the price of slower prefill."""
@@ -88,7 +87,7 @@ class CUDARunner(ModelRunner):
         # Of each image that is encoded by itself, in its one shape.
         self._image_tokens = spec.num_image_tokens if spec else 0
         self._image_size = spec.image_size if spec else 0
-        super().__init__(loaded, cache, model, steps)
+        super().__init__(loaded, cache, model, steps, team)
 
     @property
     def deterministic(self) -> bool:
@@ -129,7 +128,7 @@ class CUDARunner(ModelRunner):
         self._slots = self._ints = 0
         self._make_room(slots=8192, ints=1 << 18)
         self._previous = torch.zeros(-1 - GROWN, dtype=torch.long, device=self.device)
-        if self._layout.takes_grown and not self._sliced:
+        if self._layout.takes_grown and not self._sliced and self.team.ranks == 1:
             room = MOST_GROWN * MOST_TOKENS
             self.grown = torch.zeros(4, room, dtype=torch.int32, device=self.device)
         self._embeds = torch.zeros(
@@ -156,7 +155,11 @@ class CUDARunner(ModelRunner):
             image = self._layout.image(b"", held, count)
             blank = torch.zeros(count, width, dtype=self.adapter.dtype, device=self.device)
             rehearsal.blank(count, *image.readers[0], embeds=blank)
-            size = self._image_size
+        self.rehearse_look()
+
+    @torch.inference_mode()
+    def rehearse_look(self) -> None:
+        if size := self._image_size:
             pixels = torch.zeros(1, 3, size, size, dtype=torch.uint8)
             self._beside.start(lambda: Features(self._tower(pixels)))
 
@@ -164,7 +167,7 @@ class CUDARunner(ModelRunner):
     def listen(self, layers: Sequence[int], *, trees: bool = False) -> None:
         super().listen(layers)
         if any(layer != FINAL for layer in layers):
-            self._graphs.clear()
+            self._forget_graphs()
             self._warm_up(self.adapter.hidden_size)
         if self._graphs.enabled:
             Rehearsal(self._layout, self._run).drafts(self._buckets, trees=trees)
@@ -179,6 +182,11 @@ class CUDARunner(ModelRunner):
             return Features(self._tower(pixels)[: image.num_tokens])
         tensors = {k: send(v, self.device) for k, v in pixels.items() if isinstance(v, Tensor)}
         return super()._look(image, {**pixels, **tensors})
+
+    @torch.inference_mode()
+    def look(self, image: ImageInput, pixels: Any) -> Features:
+        look = super().look
+        return self._beside.finish(lambda: look(image, pixels))
 
     @torch.inference_mode()
     def encode(self, job: ImageJob) -> None:
@@ -202,7 +210,7 @@ class CUDARunner(ModelRunner):
         self.heard = {}
         chunks = sorted(batch.chunks, key=lambda c: c.num_rows > 1)
         if previous is not None:
-            self._previous[: len(previous)] = previous
+            self._take(previous)
         if self._sliced:
             return self._run_sliced(chunks)
         hidden, last = self._run_chunks(chunks)
@@ -253,6 +261,13 @@ class CUDARunner(ModelRunner):
         self, layout: Layout, embeds: Tensor | None = None, extra: dict[str, Any] | None = None
     ) -> Tensor:
         """The normed hidden states [>= T, hidden] of a step; `embeds` in place of token ids."""
+        return self._launch(layout._replace(last=[], images=[]), embeds, extra)
+
+    @followed
+    def _launch(
+        self, layout: Layout, embeds: Tensor | None, extra: dict[str, Any] | None
+    ) -> Tensor:
+        """Of a layout without its chunks, which nothing here asks for."""
         rows, count = layout.rows, layout.rows.shape[1]
         crosses = self.adapter.cross is not None and _mark_lookers(layout)
         captured = self._graphs.enabled and count <= BUCKETS[-1] and not extra
@@ -271,11 +286,10 @@ class CUDARunner(ModelRunner):
         ):
             slots, paged, alone = rows[number - len(self.groups)], readers, list[DenseChunk]()
             if not captured:
-                itself = [self._reads_itself(reader, slots) for reader in readers]
-                alone = [
-                    self._dense(r, slots) for r, dense in zip(readers, itself, strict=True) if dense
-                ]
-                paged = [r for r, dense in zip(readers, itself, strict=True) if not dense]
+                itself = [self._reads_densely and reads_itself(r, slots) for r in readers]
+                which = list(zip(readers, itself, strict=True))
+                alone = [dense_chunk(r, slots, self.device) for r, dense in which if dense]
+                paged = [r for r, dense in which if not dense]
             dense.append(tuple(alone))
             how: dict[str, Any] = {"at": at, "share": self.shares, "long": not captured}
             sets.append(builder.build(paged, bucket, **how))
@@ -293,6 +307,14 @@ class CUDARunner(ModelRunner):
         fixed = None if embeds is None else self._embeds[:bucket]
         return self._graphs.run(shape, lambda: self._compute(shape, fixed))
 
+    @followed
+    def _take(self, previous: Tensor) -> None:
+        self._previous[: len(previous)] = previous
+
+    @followed
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+
     def _make_room(self, slots: int, ints: int) -> None:
         """Scratch for so many partial results and tables of so many numbers, or more.
 
@@ -304,29 +326,6 @@ class CUDARunner(ModelRunner):
         self._slots, self._ints = max(slots, 2 * self._slots), max(ints, 2 * self._ints)
         self._scratch = Scratch(self._slots, self._heads, self._dim, self.device)
         self._work = torch.zeros(self._ints, dtype=torch.int32, device=self.device)
-
-    def _reads_itself(self, reader: work.Reader, slots: Any) -> bool:
-        """Whether a library's causal attention over the chunk alone is all it takes."""
-        if reader.num_queries < DENSE_ROWS or not self._reads_densely:
-            return False
-        lo, hi, visual_lo, visual_hi = reader.matrix
-        visual = np.maximum(visual_hi - visual_lo, 0)
-        # Each row sees one token more than the row before it, text or image: its own.
-        seen = hi + visual
-        causal = seen[0] == 1 and bool((np.diff(seen) == 1).all())
-        whole = not lo.any() and not visual_lo[visual > 0].any() and not reader.sink_tokens
-        stored = bool((slots[reader.first_row :][: reader.num_queries] != NOWHERE).all())
-        return causal and whole and stored
-
-    def _dense(self, reader: work.Reader, slots: Any) -> DenseChunk:
-        first, count = reader.first_row, reader.num_queries
-        mine = slots[first : first + count].astype(np.int64)
-        padded = np.zeros(-(-count // DENSE_MULTIPLE) * DENSE_MULTIPLE, np.int64)
-        padded[:count] = np.maximum(mine, 0)
-        own = np.flatnonzero(mine < NOWHERE)
-        parts = (padded, own, vision_slot(mine[own])) if len(own) else (padded,)
-        text, *images = (send(torch.from_numpy(part), self.device) for part in parts)
-        return DenseChunk(first, count, text, (images[0], images[1]) if images else None)
 
     def _upload(self, array: Any) -> None:
         self._staging.copy(array, self._work[: len(array)])

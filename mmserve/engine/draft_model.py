@@ -12,7 +12,8 @@ import tokenizers
 
 from mmserve.cache.page_pool import PagePoolExhausted
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from mmserve.engine.model_runner import ModelRunner, build_runner
+from mmserve.engine.build_runner import build_runner
+from mmserve.engine.model_runner import ModelRunner
 from mmserve.model.weights import Loaded, load
 from mmserve.request import Request, SamplingParams, TextSegment
 from mmserve.scheduler.batch import Batch, Chunk

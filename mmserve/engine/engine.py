@@ -23,6 +23,7 @@ from mmserve.energy import EnergyMeter
 from mmserve.engine.border import Border, build_border
 from mmserve.engine.build_cold import build_cold
 from mmserve.engine.build_drafter import build_drafter
+from mmserve.engine.build_runner import build_runner
 from mmserve.engine.build_scheduler import build_scheduler
 from mmserve.engine.build_tiers import build_tiers
 from mmserve.engine.drafting import Drafting
@@ -35,8 +36,7 @@ from mmserve.engine.kv_transfer import KVTransfer, identity_of
 from mmserve.engine.live import Live, Row
 from mmserve.engine.live_beams import begin
 from mmserve.engine.meter import board_meter, step_work
-from mmserve.engine.model_runner import ModelRunner, build_runner
-from mmserve.engine.page_copy import copy_pages
+from mmserve.engine.model_runner import ModelRunner
 from mmserve.engine.sampler import Drawn, SampledToken, Sampler, SamplingState
 from mmserve.engine.taps import Heard
 from mmserve.kvfile.file import KVFile
@@ -68,6 +68,7 @@ class Engine:
         border: Border | None = None,
         *,
         before: Engine | None = None,
+        make_runner: Callable[[Loaded, EngineConfig], ModelRunner] | None = None,
     ) -> None:
         """`border`: the model's, where it was built before the weights were loaded. `before`: an
         engine of the same that failed, whose weights, memory and figures this one goes on with."""
@@ -80,7 +81,9 @@ class Engine:
         self.made_of, self._faults = (config, loaded), config.faults
         self.metrics: Metrics = before.metrics if before else Metrics()
         self.energy: EnergyMeter = before.energy if before else board_meter(loaded, self.metrics)
-        self.runner: ModelRunner = before.runner if before else build_runner(loaded, config)
+        self.runner: ModelRunner = (
+            before.runner if before else (make_runner or build_runner)(loaded, config)
+        )
         self.scheduler = build_scheduler(config, self.runner, loaded.max_model_len)
         dtype = self.runner.dtype + config.cache.formats
         self.border = border = border or build_border(loaded, config, dtype=dtype)
@@ -112,7 +115,7 @@ class Engine:
         self._flight: Flight | None = None
         self._sampler = Sampler()
         self._outbox: list[Event] = []
-        self._keeping = Keeping(self.runner.text)
+        self._keeping = Keeping(self.runner.text, self.runner.move)
         self._unsaid: list[tuple[Live, SampledToken, float]] = []  # when each landed
         self.num_launched = 0  # steps
 
@@ -192,6 +195,7 @@ class Engine:
         self.pipeline.close()
         if self.tiers is not None:
             self.tiers.close()
+        self.runner.team.close()
 
     # -- KV files -------------------------------------------------------------------------------
 
@@ -252,7 +256,8 @@ class Engine:
                     self._images.see(context.placed.key, context.placed.image)
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         previous = self._flight.drawn.tokens if self._flight else None
-        copy_pages(self.runner.text, batch.copies)
+        if batch.copies:
+            self.runner.copy(batch.copies)
         logits = self.runner.run(batch, previous)
         self.runner.trim()
         self.metrics.vision_kv_writes.inc(sum(len(chunk.images) for chunk in batch.chunks))
@@ -288,6 +293,7 @@ class Engine:
         if flight is None:
             return
         tokens = flight.drawn.land()
+        self.runner.team.check()
         now = time.monotonic()
         if self.energy.enabled:  # before anybody ends: a request's last step is its own
             self.energy.share(step_work(flight.batch))

@@ -7,6 +7,7 @@ number of bytes. Knows nothing of sequences or KV.
 from __future__ import annotations
 
 from collections import OrderedDict
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from mmserve.model.adapter import Features
@@ -39,11 +40,17 @@ class FeatureCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._coming: dict[bytes, Future[Features]] = {}
         self._in_use: set[bytes] = set()
         self._bytes = 0
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self._kept
+        return digest in self._kept or digest in self._coming
+
+    def await_(self, digest: bytes, coming: Future[Features]) -> None:
+        """Features that another process makes; kept once somebody has asked for them."""
+        assert digest not in self, "an image is looked at twice"
+        self._coming[digest] = coming
 
     def put(self, digest: bytes, features: Features, done: Done) -> None:
         """Features that are there when `done` has passed; in use, as by `touch`."""
@@ -54,10 +61,15 @@ class FeatureCache:
 
     def is_ready(self, digest: bytes) -> bool:
         """Whether `get` waits for nothing."""
+        if (coming := self._coming.get(digest)) is not None:
+            return coming.done()
         return digest in self._kept and self._kept[digest].done.passed()
 
     def get(self, digest: bytes) -> Features:
-        """For the caller's stream, which waits for them. Raises KeyError."""
+        """For the caller's stream, which waits for them. Raises KeyError, and where another process
+        makes them what that raised."""
+        if (coming := self._coming.pop(digest, None)) is not None:
+            self.put(digest, coming.result(), Done())
         features, done = self._kept[digest]
         done.wait()
         self.touch(digest)
@@ -80,5 +92,6 @@ class FeatureCache:
     def clear(self) -> None:
         """Forget all; what a launched step reads, it holds itself."""
         self._kept.clear()
+        self._coming.clear()
         self._in_use.clear()
         self._bytes = 0

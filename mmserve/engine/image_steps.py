@@ -63,6 +63,8 @@ class ImageSteps:
         image that has been started is seen in time whatever is launched meanwhile.
         """
         runner = self._runner
+        if runner.team.ranks > 1:
+            self._share_out(batch)
         if not runner.sees_beside or not (batch.images or any(c.images for c in batch.chunks)):
             return batch
         now = batch.without(lambda image: not runner.has_seen(image.digest))
@@ -80,16 +82,30 @@ class ImageSteps:
             self.see(key, image)
         return now
 
-    def see(self, key: bytes, image: ImageInput) -> bool:
+    def _share_out(self, batch: Batch) -> None:
+        """Have the step's new images looked at by all ranks at once; the first takes its own last,
+        since it may have to wait for them. A lone image costs no way to another."""
+        ranks = self._runner.team.ranks
+        wanted = [(job.key, job.image) for job in batch.images]
+        contexts = (c.placed for chunk in batch.chunks for c in chunk.images)
+        wanted += [(placed.key, placed.image) for placed in contexts]
+        new = {i.digest: (k, i) for k, i in wanted if not self._runner.knows(i.digest)}
+        placed = [(number % ranks, *each) for number, each in enumerate(new.values())]
+        for rank, key, image in sorted(placed, key=lambda each: each[0] == 0):
+            self.see(key, image, rank)
+
+    def see(self, key: bytes, image: ImageInput, rank: int = 0) -> bool:
         """Have an image looked at, if it is new; a failure ends the requests that need it and no
-        others."""
+        others. `rank`: who looks."""
         if self._runner.knows(image.digest):
             self._runner.touch(image.digest)
             return True
         if not self._holdings.is_reserved(key):
             return False  # its last holder has just ended, with another image that failed
         whole = image.whole
-        seen = self._try_image(key, lambda: self._runner.see(whole, self._pipeline.pixels(whole)))
+        seen = self._try_image(
+            key, lambda: self._runner.see(whole, self._pipeline.pixels(whole), rank)
+        )
         self._metrics.vision_encoder_runs.inc(seen)
         return seen
 

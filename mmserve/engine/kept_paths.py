@@ -5,14 +5,13 @@ Owns which slots they leave and which they go to. Knows nothing of how a path wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-import torch
 
 from mmserve.cache.kv_pool import KVPool
 from mmserve.engine.rows import slots_in
-from mmserve.engine.transfer import upload
+
+Move = Callable[[int, Sequence[int]], None]  # as `ModelRunner.move`
 
 
 class KeptPath(NamedTuple):
@@ -35,8 +34,8 @@ class Keeping:
     is a copy, to be made (`settle`) before anything else is done with the pages, in the order of
     the stream; which slots it is about is known at once."""
 
-    def __init__(self, pools: Sequence[KVPool]) -> None:
-        self._pools = pools
+    def __init__(self, pools: Sequence[KVPool], move: Move) -> None:
+        self._pools, self._move = pools, move
         self._moves: list[list[tuple[int, int]]] = [[] for _ in pools]
 
     def add(self, kept: KeptPath) -> None:
@@ -49,9 +48,7 @@ class Keeping:
 
     def settle(self) -> None:
         """All that was added, in one go."""
-        for pool, moves in zip(self._pools, self._moves, strict=True):
+        for group, moves in enumerate(self._moves):
             if moves:
-                flat = [slot for ends in zip(*moves, strict=True) for slot in ends]
-                sources, targets = upload(flat, torch.long, pool.shape.device).view(2, -1)
-                pool.move(sources, targets)
+                self._move(group, [slot for ends in zip(*moves, strict=True) for slot in ends])
                 moves.clear()

@@ -29,7 +29,16 @@ BEST = 20  # tokens whose log-probabilities are
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, logprobs=BEST, ignore_eos=True)
 
 
+def check_whole(engine: AsyncEngine) -> None:
+    """Raises KVRefusedError where several ranks share the heads."""
+    if (ranks := engine.engine.runner.team.ranks) > 1:
+        raise KVRefusedError(
+            f"KV files hold all heads; here each of {ranks} ranks has a part of them."
+        )
+
+
 async def export_kv(engine: AsyncEngine, path: Path) -> None:
+    check_whole(engine)
     file = await engine.call(engine.engine.collect_kv)
     try:
         await asyncio.to_thread(write_file, path, file)
@@ -40,6 +49,7 @@ async def export_kv(engine: AsyncEngine, path: Path) -> None:
 async def import_kv(engine: AsyncEngine, path: Path) -> dict[str, Any]:
     """Of text tokens and of images: what is new, was known, found no room. Of other weights' KV,
     declared compatible, also how far answers behind it are from this model's own."""
+    check_whole(engine)
     try:
         file = await asyncio.to_thread(engine.engine.read_kv, path)
     except (KVFileError, OSError) as error:

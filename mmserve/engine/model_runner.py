@@ -5,7 +5,7 @@ Owns the device, the fused model and both pools' tensors. Knows nothing of queue
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,11 +15,14 @@ from torch import Tensor
 from mmserve.cache.kv_pool import KVShape, TextKVPool, VisionKVPool
 from mmserve.cache.layer_group import LayerGroup, set_apart
 from mmserve.cache.pool_sizes import text_budgets, vision_budgets
-from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmserve.config import CacheConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.feature_cache import Done, FeatureCache
-from mmserve.engine.plan import Planner, StepInput, chosen_rows
+from mmserve.engine.page_copy import copy_pages
+from mmserve.engine.plan import Planner, StepInput, chosen_rows, seen_rows
 from mmserve.engine.rows import slots_in
 from mmserve.engine.taps import Heard, Taps
+from mmserve.engine.team import Team, followed
+from mmserve.engine.transfer import upload
 from mmserve.engine.vision_mode import vision_mode
 from mmserve.errors import first_line
 from mmserve.kernels.chain import has_kernels
@@ -33,7 +36,7 @@ from mmserve.model.loader import LoadedModel
 from mmserve.model.rope import Block, stack_tables
 from mmserve.model.weights import Loaded
 from mmserve.request import ImageInput
-from mmserve.scheduler.batch import Batch, Chunk, ImageJob
+from mmserve.scheduler.batch import Batch, Chunk, ImageJob, PageCopy
 from mmserve.scheduler.open_pages import most_open
 
 
@@ -77,8 +80,11 @@ class ModelRunner:
         cache: CacheConfig,
         model: ModelConfig,
         steps: SchedulerConfig | None = None,
+        team: Team | None = None,
     ) -> None:
-        """`steps`: what one step may hold, where windows get room by it."""
+        """`steps`: what one step may hold, where windows get room by it; `team`: with whom the
+        model is computed."""
+        self.team = team or Team()
         self.lm: Any = loaded.lm
         self.vision_model: Any = getattr(loaded, "vision", None)
         self.stock = loaded.stock
@@ -117,7 +123,9 @@ class ModelRunner:
         self.num_open = opened[0].tensor.shape[3] if opened else 0  # pages of the residual
         self._features = FeatureCache(cache.feature_bytes)
         self._fuse()
-        self._warm_up(self.adapter.hidden_size)
+        self.team.begin(self.device, self.adapter.dtype)
+        if self.team.leads:
+            self._warm_up(self.adapter.hidden_size)
 
     def _table(self, num_positions: int) -> tuple[Tensor, tuple[Block, ...]]:
         """What the native composition rotates by, and queries are turned by to images."""
@@ -207,18 +215,28 @@ class ModelRunner:
         plans = self._planner.image([[0] for _ in self.groups], 1)
         embeds = torch.zeros(1, width, dtype=self.adapter.dtype, device=self.device)
         positions = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.adapter.decode(embeds, positions, self._step(plans))
+        self._decode(embeds, positions, plans)
 
     # -- images ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def see(self, image: ImageInput, pixels: Any) -> None:
+    def see(self, image: ImageInput, pixels: Any, rank: int = 0) -> None:
         """Start looking at a whole image, which the runner does not know: once for its KV and for
-        every context. `pixels`: what the pipeline made of it."""
+        every context. `pixels`: what the pipeline made of it; `rank`: who looks."""
+        if rank:
+            return self._features.await_(image.digest, self.team.look(rank, image, pixels))
         self._features.put(image.digest, *self._start(lambda: self._look(image, pixels)))
 
     def _start(self, look: Callable[[], Features]) -> tuple[Features, Done]:
         return look(), Done()
+
+    @torch.inference_mode()
+    def look(self, image: ImageInput, pixels: Any) -> Features:
+        """For another rank, beside what this one is told to do; on the host."""
+        return self._look(image, pixels).on(torch.device("cpu"))
+
+    def rehearse_look(self) -> None:
+        """Compile what looking takes."""
 
     def _look(self, image: ImageInput, pixels: Any) -> Features:
         """What the model's tower makes of an image, alone, in its one shape."""
@@ -252,7 +270,7 @@ class ModelRunner:
             regimes = torch.full((count,), job.regime, device=self.device) if job.regime else None
         extra = self.adapter.extras([(0, features)], count)
         # Layers write into what they are given.
-        self.adapter.decode(features.embeds.clone(), where, self._step(plans), regimes, **extra)
+        self._decode(features.embeds.clone(), where, plans, regimes, extra)
 
     def _project(self, job: ImageJob, states: Tensor) -> None:
         """An image's keys and values, once for each layer that looks at images."""
@@ -319,9 +337,8 @@ class ModelRunner:
         self.heard = {}
         step_input = self._planner.step(batch.chunks, previous)
         embeds, extra = self._embed(step_input)
-        step = self._step(step_input.plans)
-        where, regimes = step_input.positions, step_input.regimes
-        joined = self._taps.join(self.adapter.decode(embeds, where, step, regimes, **extra))
+        how = step_input.positions, step_input.plans, step_input.regimes, extra
+        joined = self._taps.join(self._decode(embeds, *how))
         if self.hears:
             self._taps.hear(self.heard, joined, zip(step_input.order, step_input.last, strict=True))
         hidden = self._taps.hidden(joined)
@@ -344,6 +361,28 @@ class ModelRunner:
             extra |= self.adapter.cross.arguments(seen_rows(step_input.plans[-1], len(embeds)))
         return embeds, extra
 
+    @followed
+    def _decode(
+        self,
+        embeds: Tensor,
+        positions: Tensor,
+        plans: tuple[AttentionPlan, ...],
+        regimes: Tensor | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        return self.adapter.decode(embeds, positions, self._step(plans), regimes, **(extra or {}))
+
+    @followed
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Pages of text, before a step."""
+        copy_pages(self.text, copies)
+
+    @followed
+    def move(self, group: int, slots: Sequence[int]) -> None:
+        """Tokens of text: where they stand, then where they go."""
+        sources, targets = upload(slots, torch.long, self.device).view(2, -1)
+        self.text[group].move(sources, targets)
+
     def _step(self, plans: tuple[AttentionPlan, ...]) -> attention.Step:
         parts = zip(plans, self.text, self.vision, strict=True)
         return attention.Step(tuple(attention.GroupStep(*part) for part in parts), self._places)
@@ -357,25 +396,3 @@ def _adapt(lm: Any, loaded: Loaded) -> Adapter:
         raise ValueError(
             f"{loaded.name} cannot be served ({type(lm).__name__}): {first_line(error)}"
         ) from error
-
-
-def seen_rows(plan: AttentionPlan, num_rows: int) -> Tensor | None:
-    """[T] bool: which rows read anything of an image; None where none does."""
-    seen = torch.zeros(num_rows, dtype=torch.bool, device=plan.slots.device)
-    for group in plan.groups:
-        reads = (group.visual_hi > group.visual_lo).flatten()
-        seen[group.start : group.start + len(reads)] = reads
-    return seen if bool(seen.any()) else None
-
-
-def build_runner(loaded: Loaded, config: EngineConfig) -> ModelRunner:
-    """The runner of the model's device. Raises ValueError for what the device cannot do."""
-    arguments = loaded, config.cache, config.model, config.scheduler
-    if has_kernels(loaded.device):
-        from mmserve.engine.cuda_runner import CUDARunner  # imports Triton
-
-        return CUDARunner(*arguments)
-    runner = ModelRunner(*arguments)
-    if config.model.deterministic and not runner.deterministic:
-        raise ValueError("deterministic needs dtype int8 and Llama-style layers on this device")
-    return runner

@@ -358,3 +358,12 @@ class Planner:
             max_images=1,
         )
         return AttentionPlan(slots=vision_slot(slots), cos=cos, sin=sin, groups=(group,))
+
+
+def seen_rows(plan: AttentionPlan, num_rows: int) -> Tensor | None:
+    """[T] bool: which rows read anything of an image; None where none does."""
+    seen = torch.zeros(num_rows, dtype=torch.bool, device=plan.slots.device)
+    for group in plan.groups:
+        reads = (group.visual_hi > group.visual_lo).flatten()
+        seen[group.start : group.start + len(reads)] = reads
+    return seen if bool(seen.any()) else None

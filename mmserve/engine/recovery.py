@@ -45,7 +45,7 @@ class Recovery:
         """A step has failed: its requests end, the others go on. Raises `EngineLostError` or
         `BrokenEngineError` where they cannot."""
         log.error("a step failed; its requests end with an error", exc_info=error)
-        self._check_device(engine.runner.device, error)
+        self._check(engine, error)
         self._steps += 1
         self._faults.at("engine.recover")
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -63,15 +63,19 @@ class Recovery:
         self._restarts += 1
         if self._restarts > RESTARTS_IN_A_ROW:
             raise EngineLostError(f"it failed {self._restarts} times in a row") from error
-        self._check_device(engine.runner.device, error)
+        self._check(engine, error)
         try:
             self._steps = 0
             return anew(engine)
         except Exception as failure:
             raise EngineLostError("it could not be started anew") from failure
 
-    def _check_device(self, device: torch.device, error: Exception) -> None:
-        """After some faults every later call of a device fails, too. Raises `EngineLostError`."""
+    def _check(self, engine: Engine, error: Exception) -> None:
+        """After some faults every later call of a device fails, too, and a rank that is gone does
+        not come again. Raises `EngineLostError`."""
+        device = engine.runner.device
+        if engine.runner.team.lost:
+            raise EngineLostError("a rank of the model's is gone") from error
         try:
             self._faults.at("device.probe")
             if device.type == "cuda":

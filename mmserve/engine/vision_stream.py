@@ -46,6 +46,14 @@ class VisionStream:
             tensor.record_stream(reader)
         return features, Done(event)
 
+    def finish(self, see: Callable[[], Features]) -> Features:
+        """What `see` makes on the host, on any thread; the caller waits."""
+        if self._stream is None:
+            return see()
+        device, stream = torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream)
+        with device, stream, sdpa_kernel(BACKENDS, set_priority=True):
+            return see()
+
 
 class CapturedTower:
     """A vision model whose images are all of one size, launched as one graph.

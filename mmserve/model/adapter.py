@@ -54,6 +54,11 @@ class Features(NamedTuple):
     def num_bytes(self) -> int:
         return sum(part.nbytes for part in self.tensors)
 
+    def on(self, device: torch.device) -> Features:
+        """Copied there, when this returns, unless they are there already."""
+        deep, rows = tuple(level.to(device) for level in self.deep), self.deep_rows
+        return Features(self.embeds.to(device), deep, None if rows is None else rows.to(device))
+
     def first(self, count: int) -> Features:
         """Of the first `count` tokens alone."""
         if self.deep_rows is None or count == len(self.embeds):

@@ -19,6 +19,7 @@ from mmserve.kernels.fused import Gate, Norm
 from mmserve.kernels.gemv import gemv
 from mmserve.model.cuda_heads import CUDAHeads
 from mmserve.model.cuda_step import CUDAStep
+from mmserve.model.shard import Total, total_of
 
 # Of decoders that are nothing but such layers and a norm behind them.
 BARE = (
@@ -48,6 +49,9 @@ class CUDALayer(nn.Module):
         self.out, _ = pack(attend.o_proj)
         self.gate_up, _ = pack(*_parts(mlp, "gate_up", ("gate", "up")))
         self.down, _ = pack(mlp.down_proj)
+        # Where `out` and `down` are split over ranks.
+        self.total = total_of(mlp.down_proj) or Total(first=True)
+        self.adds = self.total.first
         gate = gate_of(mlp)
         assert gate is not None, "does not fit"
         self.gate: Gate = gate
@@ -97,32 +101,43 @@ class CUDALayer(nn.Module):
         """x [1, hidden] and what its heads have read [1, H D] -> x behind the layer, in place."""
         gated = x.new_empty(1, len(self.gate_up) // 2)
         if self.after is None:
-            gemv(read, self.out, x, add=True)
+            gemv(read, self.out, x, add=self.adds)
+            self.total(x)
             gemv(x, self.gate_up, gated, norm=self.before[1], gated=True, gate=self.gate)
-            gemv(gated, self.down, x, add=True)
+            gemv(gated, self.down, x, add=self.adds)
+            self.total(x)
             return
         added = torch.empty_like(x)
         gemv(read, self.out, added)
-        fused.add_normed(added, x, *self.after[0])
+        fused.add_normed(self.total(added), x, *self.after[0])
         gemv(x, self.gate_up, gated, norm=self.before[1], gated=True, gate=self.gate)
         gemv(gated, self.down, added)
-        fused.add_normed(added, x, *self.after[1])
+        fused.add_normed(self.total(added), x, *self.after[1])
 
     def _finish_rows(self, x: Tensor, read: Tensor) -> None:
         """The same of several rows."""
         normed = torch.empty_like(x)
         if self.after is None:
-            x.addmm_(read, self.out.t())
+            self._add(x, read, self.out)
             fused.add_rms_norm(None, x, *self.before[1], normed)
         else:
-            added = functional.linear(read, self.out)
+            added = self.total(functional.linear(read, self.out))
             fused.add_rms_norm(added, x, *self.before[1], normed, after=self.after[0])
         gated = x.new_empty(len(x), len(self.gate_up) // 2)
         fused.gated_mul(functional.linear(normed, self.gate_up), gated, self.gate)
         if self.after is None:
-            x.addmm_(gated, self.down.t())
+            self._add(x, gated, self.down)
         else:
-            fused.add_normed(functional.linear(gated, self.down), x, *self.after[1])
+            added = self.total(functional.linear(gated, self.down))
+            fused.add_normed(added, x, *self.after[1])
+
+    def _add(self, x: Tensor, inputs: Tensor, weight: Tensor) -> None:
+        """To x, in place. Where inputs are split over ranks, one of these brings in x."""
+        if self.adds:
+            x.addmm_(inputs, weight.t())
+        else:
+            torch.mm(inputs, weight.t(), out=x)
+        self.total(x)
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

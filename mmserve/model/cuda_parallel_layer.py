@@ -17,6 +17,7 @@ from mmserve.kernels.gemv import gemv
 from mmserve.model.cuda_heads import CUDAHeads
 from mmserve.model.cuda_layer import gate_of, pack
 from mmserve.model.cuda_step import CUDAStep
+from mmserve.model.shard import total_of
 
 
 class CUDAParallelLayer(nn.Module):
@@ -42,7 +43,7 @@ class CUDAParallelLayer(nn.Module):
     @staticmethod
     def fits(layer: Any) -> bool:
         """Whether a decoder layer is of the kind this class computes."""
-        if type(layer).__name__ != "PhiDecoderLayer":
+        if type(layer).__name__ != "PhiDecoderLayer" or total_of(layer.mlp.fc2) is not None:
             return False
         return gate_of(layer.mlp) == "gelu" and not layer.self_attn.qk_layernorm
 

@@ -29,6 +29,7 @@ from mmserve.model import rope
 from mmserve.model.adapter import WHOLE_IMAGES, Sight
 from mmserve.model.fetch import default_cache_dir, fetch_base_model
 from mmserve.model.lora import merge_lora
+from mmserve.model.shard import Split
 from mmserve.model.spec import ModelSpec, load_spec
 from mmserve.vision.model import VisionModel
 
@@ -81,8 +82,9 @@ class LoadedModel:
         return frozenset(eos if isinstance(eos, list) else [eos])
 
 
-def load_model(cfg: ModelConfig, progress: bool = True) -> LoadedModel:
-    """Loads what `cfg` names; fetches and converts the base model the first time.
+def load_model(cfg: ModelConfig, progress: bool = True, split: Split | None = None) -> LoadedModel:
+    """Loads what `cfg` names; fetches and converts the base model the first time. `split`: leaves
+    of the language model what is wanted, before it goes to its device.
 
     Raises `ModelUnavailableError` (no base weights) and `ValueError` (a configuration that does
     not fit the model).
@@ -96,6 +98,8 @@ def load_model(cfg: ModelConfig, progress: bool = True) -> LoadedModel:
     device = resolve_device(cfg.device)
     folder = _base_model(spec, cfg.cache_dir or default_cache_dir(), progress)
     lm = _language_model(folder, spec)
+    if split is not None:
+        split(lm)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.encode_special_tokens = True
     vision = VisionModel(spec.vision)

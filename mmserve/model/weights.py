@@ -21,6 +21,7 @@ from mmserve.model.checkpoint import Checkpoint, open_checkpoint
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.model.hub import is_native
 from mmserve.model.loader import LoadedModel, load_model, resolve_device
+from mmserve.model.shard import Split
 
 
 @dataclass(frozen=True)
@@ -76,25 +77,36 @@ def open_named(cfg: ModelConfig) -> Checkpoint:
     )
 
 
-def load(cfg: ModelConfig, pool_bytes: int = 0, checkpoint: Checkpoint | None = None) -> Loaded:
+def load(
+    cfg: ModelConfig,
+    pool_bytes: int = 0,
+    checkpoint: Checkpoint | None = None,
+    split: Split | None = None,
+) -> Loaded:
     """Loads what `cfg` names; `pool_bytes` of KV must fit beside a checkpoint's weights.
 
-    `checkpoint`: what `open_named` made of it, where that has been called. Raises
+    `checkpoint`: what `open_named` made of it, where that has been called. `split`: leaves of the
+    language model what is wanted, on the host, before it goes to its device. Raises
     `ModelUnavailableError`, and `ValueError` for a configuration that does not fit.
     """
     if is_native(cfg.model):
-        return load_model(cfg)
+        return load_model(cfg, split=split)
     device = resolve_device(cfg.device)
     half = device.type == "cuda" and cfg.dtype in ("auto", "bfloat16")
     dtype = torch.bfloat16 if half else torch.float32
-    return load_checkpoint(checkpoint or open_named(cfg), dtype, device, pool_bytes)
+    return load_checkpoint(checkpoint or open_named(cfg), dtype, device, pool_bytes, split)
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, pool_bytes: int = 0
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    pool_bytes: int = 0,
+    split: Split | None = None,
 ) -> LoadedCheckpoint:
-    """Loads all weights, or none. Raises `ModelUnavailableError`."""
-    checkpoint.require_memory(dtype, device, pool_bytes)
+    """Loads all weights, or none; see `load`. Raises `ModelUnavailableError`."""
+    place = device if split is None else torch.device("cpu")
+    checkpoint.require_memory(dtype, place, pool_bytes if place == device else 0)
     kind = AutoModelForImageTextToText if checkpoint.takes_images else AutoModelForCausalLM
     source = checkpoint.source
     extra = {"gguf_file": source.gguf} if source.gguf else {}
@@ -109,7 +121,7 @@ def load_checkpoint(
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            device_map={"": device},  # shard by shard: the host need not hold all of them
+            device_map={"": place},  # shard by shard: the host need not hold all of them
             **extra,
         )
     except Exception as error:  # weights of other shapes, a dtype that a model does not take
@@ -123,4 +135,8 @@ def load_checkpoint(
         raise ModelUnavailableError(
             f"{checkpoint.name} lacks {len(missing)} of its tensors, {missing[0]} among them"
         )
-    return LoadedCheckpoint(lm.eval().requires_grad_(False), checkpoint, device)
+    lm.eval().requires_grad_(False)
+    if split is not None:
+        split(lm)
+        lm.to(device)
+    return LoadedCheckpoint(lm, checkpoint, device)

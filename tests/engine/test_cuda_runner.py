@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tests.kernels.interpreter  # noqa: F401
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from mmserve.engine import cuda_runner
+from mmserve.engine import cuda_runner, dense_chunks
 from mmserve.engine import engine as engine_module
 from mmserve.engine.cuda_runner import CUDARunner
 from mmserve.engine.engine import Engine
@@ -218,7 +218,7 @@ def test_long_chunks_that_read_themselves_are_read_by_the_library(
     read_densely = cuda_step._read_densely
     monkeypatch.setattr(cuda_step, "_read_densely", seen)
     monkeypatch.setattr(cuda_runner, "BUCKETS", (1, 2, 4))
-    monkeypatch.setattr(cuda_runner, "DENSE_ROWS", 5)
+    monkeypatch.setattr(dense_chunks, "DENSE_ROWS", 5)
     family = Family("qwen2_5_vl", folder, open_border(folder))
     answers = []
     for build in (on_the_plain_runner, on_the_gpus_runner):

@@ -71,7 +71,7 @@ def check(drivers: list[Driver], parts: tuple[int | str, ...], tolerance: float)
         alone = behind(plain, prompt, told)
         torch.testing.assert_close(logits.values[1 + leaf], alone, rtol=0, atol=tolerance)
 
-        keeping = Keeping(runner.text)
+        keeping = Keeping(runner.text, runner.move)
         keeping.add(KeptPath(seq.tables, known, path))
         keeping.settle()
         seq.token_ids += [*told, 9]

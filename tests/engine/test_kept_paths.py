@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +46,11 @@ def test_right_paths_of_several_sequences_follow_what_was_known(
                 places = [(table[t // 4], t % 4) for t in (of.known + n, of.known + number)]
                 (page, at), (page_from, at_from) = places
                 wanted[group][:, :, :, page, at] = before[group][:, :, :, page_from, at_from]
-    keeping = Keeping(pools)
+
+    def move(group: int, slots: Sequence[int]) -> None:
+        pools[group].move(*torch.tensor(slots).view(2, -1))
+
+    keeping = Keeping(pools, move)
     for of in kept:
         keeping.add(of)
     keeping.settle()
