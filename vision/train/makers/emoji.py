@@ -18,6 +18,11 @@ from mmserve.vision.train.makers.talk import Maker, about, say, yes_or_no
 NAME = ("What is this?", "Which emoji is this?", "What emoji is shown?", "Name this emoji.")
 NAME_IN_CHINESE = ("这是什么？", "这是什么表情符号？", "用中文说出这个表情的名字。")
 FLAG = ("Which flag is this?", "Whose flag is shown?", "What is this?")
+# Territories that fly another land's flag: which of the two is shown cannot be told.
+SAME_FLAG = {
+    *("U.S. Outlying Islands", "Svalbard & Jan Mayen", "Bouvet Island", "St. Martin"),
+    *("Clipperton Island", "Heard & McDonald Islands", "Ceuta & Melilla", "Diego Garcia"),
+}
 PLACES = {2: ("left", "right"), 4: ("top left", "top right", "bottom left", "bottom right")}
 
 
@@ -108,7 +113,7 @@ def among(draw: Draw) -> Example:
 
 
 def is_flag(emoji: NamedEmoji) -> bool:
-    return emoji.kind == "flag"
+    return emoji.kind == "flag" and emoji.name.removeprefix("flag of ") not in SAME_FLAG
 
 
 def is_thing(emoji: NamedEmoji) -> bool:
