@@ -138,7 +138,7 @@ class Attention(nn.Module):
         q = F.linear(queries, weight[:width], bias_qkv[:width])
         k, v = F.linear(keys, weight[width:], bias_qkv[width:]).chunk(2, -1)
         q, k, v = (t.view(*t.shape[:2], self._heads, -1).transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
         return projected
 

@@ -30,8 +30,12 @@ class Feed:
         found = [next(self._shards) for _ in range(self._count)]
         self.waited_s += time.monotonic() - begun
         self.taken += len(found)
-        sent = [Shard(*(p.to(self._device, non_blocking=True) for p in s)) for s in found]
-        return joined(sent, self._latents)
+        return joined([self._sent(shard) for shard in found], self._latents)
+
+    def _sent(self, shard: Shard) -> Shard:
+        """All but the answers, which the host reads."""
+        parts = (part.to(self._device, non_blocking=True) for part in shard)
+        return Shard(*parts)._replace(answers=shard.answers)
 
 
 def joined(shards: Sequence[Shard], latents: int) -> Shard:

@@ -64,14 +64,16 @@ class Learner:
         return found
 
     def losses(self, batch: Shard, text: TextRows | None, generator: torch.Generator) -> Losses:
-        """`text`: rows as long as the batch's. `generator`: on the device, for what is done to
-        pictures."""
+        """`batch`: on the device, but for its answers, which the host finds their places by without
+        waiting. `text`: rows as long as the batch's. `generator`: on the device, for what is done
+        to pictures."""
+        answers = batch.answers.flatten().nonzero().flatten()
+        answers = answers.to(self._device, non_blocking=True)
         pixels = augment(batch.pixels, generator) / self.vision.scale - self.vision.shift
         with self._rounding():
             seen = self.see(pixels)
             hidden = self._hidden(batch, seen, text)
             states = hidden[: len(batch.tokens)].flatten(0, 1)
-            answers = batch.answers.flatten().nonzero().flatten()
             logits = F.linear(states[answers - 1], self._rows).float()
             wanted = batch.tokens.flatten()[answers].long()
             loss = F.cross_entropy(logits, wanted)
@@ -83,12 +85,12 @@ class Learner:
 
     def _divergence(self, hidden: Tensor, text: TextRows) -> Tensor:
         """Of the base model's next tokens from ours, a token."""
-        there = (text.dialogue >= 0).flatten().nonzero().flatten()
-        ours = F.linear(hidden.flatten(0, 1)[there], self._rows).float().log_softmax(-1)
+        there = text.dialogue >= 0
+        ours = F.linear(hidden, self._rows).float().log_softmax(-1)
         with torch.no_grad():
-            base = F.linear(text.states.flatten(0, 1)[there].to(self._rows.dtype), self._rows)
-            base = base.float().log_softmax(-1)
-        return F.kl_div(ours, base, log_target=True, reduction="sum") / len(there)
+            base = F.linear(text.states.to(self._rows.dtype), self._rows).float().log_softmax(-1)
+        apart = F.kl_div(ours, base, log_target=True, reduction="none").sum(-1)
+        return (apart * there).sum() / there.sum()
 
     def _hidden(self, batch: Shard, seen: Tensor, text: TextRows | None) -> Tensor:
         """[R, T, hidden] behind the final norm, of the batch's rows and the text's behind them."""
@@ -96,8 +98,12 @@ class Learner:
         image = batch.image
         embeds = F.embedding(tokens.long(), self._embed)
         flat = seen.flatten(0, 1).to(embeds.dtype)
-        latents = flat[batch.latent.clamp(min=0).long()]
-        embeds = torch.where((batch.latent >= 0)[..., None], latents, embeds)
+        # Text takes none of them; where it reads one nevertheless, it is not always the same: the
+        # gradients of one are added up one after another.
+        any_of = torch.arange(batch.latent.numel(), device=flat.device) % len(flat)
+        is_image = batch.latent >= 0
+        latents = flat[torch.where(is_image, batch.latent, any_of.view_as(batch.latent))]
+        embeds = torch.where(is_image[..., None], latents, embeds)
         if text is not None:
             embeds = torch.cat([embeds, F.embedding(text.tokens.long(), self._embed)])
             dialogue = torch.cat([dialogue, text.dialogue])
@@ -147,7 +153,7 @@ class Learner:
     def whole_answers(self, shard: Shard) -> Tensor:
         """[R, most dialogues in a row] bool: of which each token of an answer is the likeliest
         behind the true ones. `shard`: on any device."""
-        shard = Shard(*(part.to(self._device) for part in shard))
+        shard = Shard(*(part.to(self._device) for part in shard))  # answers, too
         pixels = shard.pixels / self.vision.scale - self.vision.shift
         with eager(), self._rounding():
             hidden = self._hidden(shard, self.see(pixels), None)
