@@ -34,6 +34,8 @@ from tests.engine.tiny import build_tiny
 from tests.model import families
 from tests.model.border import open_border
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_gpus_runner_and_its_layers_add_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "build_runner", build_runner)  # as it was, behind this test
