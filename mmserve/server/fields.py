@@ -1,4 +1,4 @@
-"""Reading fields of a JSON body, with the path of the field in every refusal.
+"""Reading fields of a JSON body, a form or a query, with the path of the field in every refusal.
 
 Owns type checks (a bool is no int, a null is an absent field). Knows nothing of what fields mean.
 """
@@ -6,11 +6,15 @@ Owns type checks (a bool is no int, a null is an absent field). Knows nothing of
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
+
+from starlette.datastructures import ImmutableMultiDict
 
 from mmserve.errors import RequestError
 from mmserve.server.errors import InvalidJSONError, MissingParameterError
 from mmserve.server.wire import loads
+
+T = TypeVar("T")
 
 
 def parse_body(data: bytes | str) -> dict[str, Any]:
@@ -60,6 +64,26 @@ def as_list(value: Any, param: str) -> list[Any]:
     if not isinstance(value, list):
         raise wrong_type(value, "an array", param)
     return value
+
+
+def once(values: ImmutableMultiDict[str, T], name: str) -> T | None:
+    """A field of a form or a query, which may say each twice. Raises `RequestError` then: nobody
+    knows which is meant."""
+    found = values.getlist(name)
+    if len(found) > 1:
+        raise RequestError(f"'{name}' is given {len(found)} times.", param=name)
+    return found[0] if found else None
+
+
+def whole_text(values: ImmutableMultiDict[str, Any], name: str, low: int, high: int) -> int | None:
+    """An integer of a form or a query."""
+    text = once(values, name)
+    if text is None:
+        return None
+    digits = text.removeprefix("-") if isinstance(text, str) else ""
+    if digits.isascii() and digits.isdigit() and len(digits) < 10 and low <= int(text) <= high:
+        return int(text)
+    raise RequestError(f"'{name}' must be an integer from {low} to {high}.", param=name)
 
 
 class Fields:

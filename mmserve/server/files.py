@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -32,6 +32,7 @@ from mmserve.server.errors import (
     RequestTooLargeError,
     StorageUnavailableError,
 )
+from mmserve.server.fields import once, whole_text
 from mmserve.server.images import sniff
 from mmserve.server.journal import Database, Journal, NoJournal
 from mmserve.server.services import Services, access_of, owner_of, services_of
@@ -177,22 +178,12 @@ class FileStore:
             self._journal.write(rows.remove_file(file.id))
 
 
-def _ttl(form: Any) -> int | None:
-    if form.get("expires_after[anchor]") not in (None, ANCHOR):
+def _ttl(form: FormData) -> int | None:
+    if once(form, "expires_after[anchor]") not in (None, ANCHOR):
         raise RequestError(
             f"'expires_after[anchor]' must be '{ANCHOR}'.", param="expires_after[anchor]"
         )
-    text = form.get("expires_after[seconds]")
-    if text is None:
-        return None
-    if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10):
-        raise RequestError("'expires_after[seconds]' must be an integer.", param="expires_after")
-    if not MIN_TTL_S <= int(text) <= MAX_TTL_S:
-        raise RequestError(
-            f"'expires_after[seconds]' must be from {MIN_TTL_S} to {MAX_TTL_S}.",
-            param="expires_after",
-        )
-    return int(text)
+    return whole_text(form, "expires_after[seconds]", MIN_TTL_S, MAX_TTL_S)
 
 
 async def _checked(services: Services, access: Access, upload: UploadFile, purpose: str) -> bytes:
@@ -218,7 +209,7 @@ async def create_file(request: Request) -> Response:
     access = access.unasked
     check_type(request, FORM)
     async with request.form(max_files=1, max_fields=16, max_part_size=4096) as form:
-        upload, purpose = form.get("file"), form.get("purpose")
+        upload, purpose = once(form, "file"), once(form, "purpose")
         if not isinstance(upload, UploadFile):
             raise MissingParameterError("'file' is required.", param="file")
         if purpose not in PURPOSES:
@@ -242,7 +233,7 @@ async def create_file(request: Request) -> Response:
 async def list_files(request: Request) -> Response:
     """GET /v1/files."""
     files = services_of(request).files.list(owner_of(request))
-    purpose = request.query_params.get("purpose")
+    purpose = once(request.query_params, "purpose")
     data = [file.to_json() for file in files if purpose in (None, file.purpose)]
     return JSONBody(
         {

@@ -21,7 +21,7 @@ from mmserve.server.content import ImageRef
 from mmserve.server.deadline import Deadline
 from mmserve.server.errors import RateLimitError, error_object, internal_error
 from mmserve.server.event_log import EventLog, LogEvictedError
-from mmserve.server.fields import Fields
+from mmserve.server.fields import Fields, once
 from mmserve.server.history import Item, StoredImage
 from mmserve.server.image_refs import of_item, sent
 from mmserve.server.job import Job, Tail
@@ -336,7 +336,7 @@ async def realtime_socket(socket: WebSocket) -> None:
     """WebSocket /v1/realtime."""
     try:
         info = services_of(socket).info
-        check_model(Fields({"model": socket.query_params.get("model") or None}), info)
+        check_model(Fields({"model": once(socket.query_params, "model") or None}), info)
     except RequestError as error:
         return await deny(socket, error)
     await run_admitted(socket, RealtimeSession)

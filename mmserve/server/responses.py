@@ -16,6 +16,7 @@ from mmserve.server.bodies import read_json
 from mmserve.server.deadline import Deadline
 from mmserve.server.errors import ResponseNotActiveError
 from mmserve.server.event_log import LogEvictedError
+from mmserve.server.fields import once, whole_text
 from mmserve.server.job import Tail
 from mmserve.server.responder import Responder
 from mmserve.server.responses_request import ResponseRequest, parse_response_request
@@ -85,29 +86,19 @@ async def _create(
     return await _wait(turn, turn.job.attach())
 
 
-def _starting_after(request: Request) -> int:
-    text = request.query_params.get("starting_after")
-    if text is None:
-        return -1
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) < 10) or int(text) < -1:
-        raise RequestError(
-            f"'starting_after' must be an integer from -1 to {MAX_AFTER}.", param="starting_after"
-        )
-    return int(text)
-
-
 def _flag(request: Request, name: str) -> bool:
-    text = request.query_params.get(name, "").lower()
-    if text and text not in FLAGS:
+    text = once(request.query_params, name)
+    wanted = False if text is None else FLAGS.get(text.lower())
+    if wanted is None:
         raise RequestError(f"'{name}' must be one of: {', '.join(FLAGS)}.", param=name)
-    return FLAGS.get(text, False)
+    return wanted
 
 
 async def retrieve_response(request: Request) -> Response:
     """GET /v1/responses/{id}; with `stream=true` a replay from the log that goes on live."""
     services, turn = services_of(request), turn_of(request)
-    after = _starting_after(request)
+    last = whole_text(request.query_params, "starting_after", -1, MAX_AFTER)
+    after = -1 if last is None else last
     if not _flag(request, "stream"):
         return JSONBody(turn.current())
     if turn.job is None:
@@ -142,22 +133,18 @@ async def delete_response(request: Request) -> Response:
 
 def _page(request: Request, ids: list[str]) -> tuple[list[str], bool]:
     query = request.query_params
-    limit = query.get("limit", "20")
-    if not (
-        limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= MAX_PAGE
-    ):
-        raise RequestError(f"'limit' must be from 1 to {MAX_PAGE}.", param="limit")
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
+    limit = whole_text(query, "limit", 1, MAX_PAGE) or 20
+    order = once(query, "order")
+    if order not in (None, "asc", "desc"):
         raise RequestError("'order' must be one of: asc, desc.", param="order")
-    if order == "desc":
+    if order != "asc":
         ids = ids[::-1]
-    after = query.get("after")
+    after = once(query, "after")
     if after is not None:
         if after not in ids:
             raise RequestError("'after' names no item of this response.", param="after")
         ids = ids[ids.index(after) + 1 :]
-    return ids[: int(limit)], len(ids) > int(limit)
+    return ids[:limit], len(ids) > limit
 
 
 async def list_input_items(request: Request) -> Response:

@@ -31,12 +31,22 @@ CONTEXT = 128  # tokens: an answer without a limit goes on until it is full
 UNCHECKED = "positive_data_acceptance"
 # 504 is no fault where the client's own time is up, and the shortest is a time, too.
 SETTINGS = f"""
+hooks = "described_hooks"
 [checks.not_a_server_error]
 expected-statuses = ["2xx", "3xx", "4xx", 504]
 [auth.openapi.key]
 bearer = "{KEY}"
 [auth.openapi.admin_key]
 bearer = "{ADMIN_KEY}"
+"""
+# An empty array in a form is nothing at all, and so no wrong value of a field that may be missing.
+HOOKS = """
+import schemathesis
+
+@schemathesis.hook
+def filter_body(context, body):
+    form = context.operation is not None and context.operation.path == "/v1/files"
+    return not (form and isinstance(body, dict) and [] in body.values())
 """
 
 
@@ -59,6 +69,7 @@ def ask(url: str, *options: str) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:  # its own, so that nothing is left in ours
         settings = Path(folder) / "schemathesis.toml"
         settings.write_text(SETTINGS)
+        (Path(folder) / "described_hooks.py").write_text(HOOKS)
         return subprocess.run(
             [
                 *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(settings)),

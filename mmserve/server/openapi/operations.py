@@ -19,7 +19,6 @@ from mmserve.server.openapi.schema import (
     STRING,
     Schema,
     array,
-    asked,
     between,
     either,
     ref,
@@ -69,15 +68,16 @@ def _image_change(**more: Schema) -> Operation:
 
 
 DEADLINE = {TIMEOUT: {"type": "number", "exclusiveMinimum": 0}}
-UPLOAD = asked(
-    {
+UPLOAD: Schema = {
+    "type": "object",  # of a form, which has no null
+    "properties": {
         "file": BINARY,
         "purpose": words(*PURPOSES),
         "expires_after[anchor]": words(ANCHOR),
         "expires_after[seconds]": between(MIN_TTL_S, MAX_TTL_S, whole=True),
     },
-    ["file", "purpose"],
-)
+    "required": ["file", "purpose"],
+}
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
@@ -130,7 +130,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         optional_body=True,
     ),
     ("POST", "/v1/files"): Operation("Files", "File", (400, 415, 429, 503), body={FORM: UPLOAD}),
-    ("GET", "/v1/files"): Operation("Files", "FileList", query={"purpose": STRING}),
+    ("GET", "/v1/files"): Operation("Files", "FileList", (400,), query={"purpose": STRING}),
     ("GET", "/v1/files/{id}"): Operation("Files", "File", (404,)),
     ("DELETE", "/v1/files/{id}"): Operation("Files", "FileDeleted", (404, 503)),
     ("GET", "/v1/files/{id}/content"): Operation(

@@ -229,3 +229,21 @@ def test_a_refused_method_is_told_all_that_the_path_has(module_server: Running) 
         allowed = {method.upper() for method in methods}
         allowed |= {"HEAD"} if "GET" in allowed else set()
         assert set(answer.headers["allow"].split(", ")) == allowed
+
+
+def test_what_a_query_or_a_form_says_twice_is_refused(module_server: Running) -> None:
+    http = module_server.http()
+    ids = {"id": http.post("/v1/responses", json={"input": "x"}).json()["id"]}
+    for (_, path), operation in BY_METHOD.items():
+        for parameter in operation["parameters"]:
+            name, schema = parameter["name"], parameter["schema"]
+            if parameter["in"] != "query" or schema.get("type") == "array":
+                continue
+            value = schema.get("enum", [str(schema.get("minimum", "x"))])[0]
+            answer = http.get(path.format(**ids), params=[(name, value)] * 2)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), path
+    for name, value in (("purpose", "user_data"), ("expires_after[seconds]", "3600")):
+        fields = [("purpose", (None, "user_data"))] * (name != "purpose")
+        form: Any = [("file", ("x", b"text")), *fields, *[(name, (None, value))] * 2]
+        answer = http.post("/v1/files", files=form)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
