@@ -5,6 +5,7 @@ Owns the defaults that depend on the machine, and the first measurements. Knows 
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 
@@ -24,6 +25,8 @@ from mmserve.tiers.object_store import ObjectStore
 from mmserve.tiers.probe import PROBE_BYTES, disk_byte_s
 from mmserve.tiers.stack import TierStack
 
+logger = logging.getLogger(__name__)
+
 HOST_SHARE = 8  # one part in so many of the machine's memory, beside a GPU
 
 
@@ -39,6 +42,8 @@ def build_tiers(
     `ObjectStoreError`, or `OSError` for a folder that cannot be used."""
     config, pinned = whole.tiers, runner.device.type == "cuda"
     if runner.team.ranks > 1:
+        if config.folder is not None and config.disk_bytes:
+            logger.warning("nothing is kept on disk: no rank has all of the KV")
         return None
     host_bytes = config.host_bytes
     if host_bytes is None:

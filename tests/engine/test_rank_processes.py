@@ -29,8 +29,8 @@ from tests.engine import recipes
 from tests.engine.driver import GREEDY, Driver, picture, words
 from tests.engine.test_async_engine import LONG, ask, collect, prompt, run
 from tests.engine.test_families import BRIEF, Family
-from tests.engine.test_ranks import TWO, started
-from tests.engine.tiny import build_tiny
+from tests.engine.test_ranks import TWO, check, started
+from tests.engine.tiny import build_tiny, tiny_config
 from tests.model import families
 from tests.model.border import open_border
 
@@ -50,6 +50,16 @@ def test_the_gpus_runner_and_its_layers_add_up_too(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(mine, whole, rtol=0, atol=2e-3)
     finally:
         driver.engine.close()
+
+
+def test_keys_and_values_in_fewer_bits_are_cut_by_heads_too() -> None:
+    formats = tiny_config(text_format="int4", vision_format="int2", max_num_batched_tokens=48)
+    config = replace(formats, tensor_parallel_size=2)
+    two = started(config=config)
+    try:
+        check(Driver(build_tiny(replace(config, tensor_parallel_size=1))), two)
+    finally:
+        two.engine.close()
 
 
 def test_a_public_checkpoint_gives_transformers_tokens(tmp_path: Path) -> None:

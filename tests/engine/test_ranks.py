@@ -5,6 +5,7 @@ On the CPU, with gloo. Ranks take seconds to start, so that the tests share them
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from mmserve.engine import ranks
 from mmserve.engine.async_engine import AsyncEngine
 from mmserve.engine.ranks import parallel_engine
 from mmserve.errors import KVRefusedError
-from mmserve.request import BeamParams, FinishReason, SamplingParams, Segment
+from mmserve.request import BeamParams, Constraint, FinishReason, SamplingParams, Segment
 from tests.engine import recipes
 from tests.engine.driver import GREEDY, Driver, picture, words
 from tests.engine.test_async_engine import run
@@ -104,6 +105,14 @@ def test_beams_share_and_copy_pages_on_every_rank(one: Driver, two: Driver) -> N
         driver.run()
         found.append([c.token_ids for c in driver.last(request).choices])
     assert found[0] == found[1] and len(found[0]) == 4
+
+
+def test_an_answer_keeps_to_its_grammar(one: Driver, two: Driver) -> None:
+    params = replace(SAMPLED, max_tokens=40, constraint=Constraint("regex", "(ab|ba){6}"))
+    found = [driver.ask(*asks(driver)["an image"], params=params) for driver in (one, two)]
+    assert found[0] == found[1]
+    text = one.engine.tokenizer.decode(found[0])
+    assert re.fullmatch("(ab|ba){6}", text.removesuffix("<|im_end|>"))
 
 
 def test_a_failure_of_a_tower_elsewhere_costs_its_own_request_alone(two: Driver) -> None:
