@@ -40,6 +40,9 @@ class Refused(Exception):
         self.seconds = seconds
 
 
+Firsts = defaultdict[tuple[str, str], list[float]]
+
+
 @dataclass
 class Book:
     """What all clients have seen. While `learning`, answers are taken for right."""
@@ -51,9 +54,9 @@ class Book:
     acts: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)  # by key
     tokens: Counter[str] = field(default_factory=Counter)  # computed, of whole answers, by key
-    firsts: defaultdict[tuple[str, str], list[float]] = field(  # seconds, by kind and key
-        default_factory=lambda: defaultdict(list)
-    )
+    # Seconds to first tokens, by kind and key: as the client saw them, and as the server says.
+    firsts: Firsts = field(default_factory=lambda: defaultdict(list))
+    served: Firsts = field(default_factory=lambda: defaultdict(list))
 
     def heard(self, kind: str, number: int, text: str, *, whole: bool = True) -> None:
         if self.learning:
@@ -78,7 +81,10 @@ class Heard:
             self._book.firsts[self._kind, self._key].append(took)
         self.text += delta
 
-    def end(self, usage: dict[str, Any]) -> None:
+    def end(self, usage: dict[str, Any], timings: dict[str, float]) -> None:
+        if not self._book.learning:
+            took = (timings["queue_ms"] + timings["prompt_ms"]) / 1e3
+            self._book.served[self._kind, self._key].append(took)
         given, details = ("prompt", "completion"), "prompt_tokens_details"
         if "input_tokens" in usage:
             given, details = ("input", "output"), "input_tokens_details"
@@ -125,7 +131,7 @@ class Client:
             for choice in chunk["choices"]:
                 heard.add(choice["delta"].get("content") or "")
             if chunk.get("usage"):
-                heard.end(chunk["usage"])
+                heard.end(chunk["usage"], chunk["timings"])
         self._book.heard("chat", number, heard.text)
 
     async def abort(self, number: int) -> None:
@@ -219,7 +225,7 @@ class Client:
             response = event.get("response", response)
         if response.get("status") != "incomplete":  # at its limit of tokens
             raise Fault(f"{kind} {number} has ended as {response}")
-        heard.end(response["usage"])
+        heard.end(response["usage"], response["timings"])
         self._book.heard(kind, number, heard.text)
         id: str = response["id"]
         return id

@@ -115,6 +115,21 @@ def tiny_model(
     return loaded(tiny_lm().to(device), tiny_tokenizer(), vision, spec, torch.device(device))
 
 
+def telling_model() -> Any:
+    """The tiny model, saying unlike things of unlike prompts and pictures.
+
+    Tied weights say the last token again and again, and bytes that are no UTF-8 look alike: here
+    each token is a letter of its own.
+    """
+    model = tiny_model()
+    model.tokenizer.decoder = decoders.Metaspace()
+    generator = torch.Generator().manual_seed(11)
+    head = model.lm.lm_head.weight
+    other = torch.randn(head.shape, generator=generator)
+    model.lm.lm_head.weight = nn.Parameter(other, requires_grad=False)
+    return model
+
+
 def tiny_config(
     *,
     dtype: str = "float32",
@@ -143,3 +158,7 @@ def tiny_config(
 
 def build_tiny(config: EngineConfig) -> Engine:
     return Engine(config, tiny_model())
+
+
+def build_telling(config: EngineConfig) -> Engine:
+    return Engine(config, telling_model())
