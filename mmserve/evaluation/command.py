@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,17 +62,23 @@ def evaluate(args: argparse.Namespace) -> None:
     from mmserve.vision.train.assets import Assets
     from mmserve.vision.train.fetch import default_path
 
+    def keep(report: Report) -> None:
+        if args.json is not None:
+            args.json.write_text(report.as_json() + "\n", "utf-8")
+
     assets = Assets(args.assets or default_path())
     with server(args) as url:
         api = connect(url, os.environ.get("MMSERVE_API_KEY", "none"))
-        report = Report(api.model, SEED, run(api, chosen(args.skill), args.n, assets))
+        report = Report(api.model, SEED, ())
+        for result in run(api, chosen(args.skill), args.n, assets):
+            report = dataclasses.replace(report, results=(*report.results, result))
+            keep(report)  # whoever stops a run that takes long has what was measured
     if args.skill is None and args.url is None:
         config = ModelConfig(model=args.model, device=args.device)
         moved = text.measure(config, min(args.n, TEXT_PROMPTS))
         time = encoding.milliseconds(config)
-        report = Report(report.model, SEED, report.results, moved._asdict(), time)
+        report = dataclasses.replace(report, text=moved._asdict(), encode_ms=time)
+        keep(report)
     print(report.table())
-    if args.json is not None:
-        args.json.write_text(report.as_json() + "\n", "utf-8")
     if args.card is not None:
         write_card(args.card, report.table())

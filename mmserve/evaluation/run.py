@@ -6,7 +6,7 @@ Owns the order and the seed of the held-out examples. Knows nothing of flags or 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -37,8 +37,8 @@ def ask(api: Api, row: Row, index: int, assets: Assets) -> Said:
     return Said(made.turns[-1], text, right(row.skill, made.turns[-1], text))
 
 
-def run(api: Api, rows: Sequence[Row], n: int, assets: Assets) -> tuple[Result, ...]:
-    results = []
+def run(api: Api, rows: Sequence[Row], n: int, assets: Assets) -> Iterator[Result]:
+    """The rows in their order, each as soon as its last answer is there."""
     with ThreadPoolExecutor(AT_ONCE) as pool, tqdm(total=n * len(rows), file=sys.stderr) as bar:
         for row in rows:
             bar.set_description(row.name)
@@ -46,8 +46,7 @@ def run(api: Api, rows: Sequence[Row], n: int, assets: Assets) -> tuple[Result, 
             for one in pool.map(lambda i, row=row: ask(api, row, i, assets), range(n)):
                 said.append(one)
                 bar.update()
-            results.append(counted(row, said))
-    return tuple(results)
+            yield counted(row, said)
 
 
 def counted(row: Row, said: Sequence[Said]) -> Result:
