@@ -295,7 +295,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_kv_commands(commands)
     add_train_command(commands, add_engine_flags, engine_config)
-    add_vision_command(commands, add_engine_flags, engine_config)
+    add_vision_command(commands)
     add_eval_command(commands)
     return parser
 

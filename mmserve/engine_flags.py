@@ -208,10 +208,14 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def cache_dir(args: argparse.Namespace) -> Path | None:
+    """Where fetched weights live, if not in the usual place."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return args.cache_dir or (Path(base) / "mmserve" if base else None)
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's part of the configuration from parsed flags."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    cache_dir = args.cache_dir or (Path(base) / "mmserve" if base else None)
     return EngineConfig(
         model=ModelConfig(
             model=args.model,
@@ -226,7 +230,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             max_model_len=args.max_model_len,
             rope_scaling=args.rope_scaling,
             num_threads=args.num_threads,
-            cache_dir=cache_dir,
+            cache_dir=cache_dir(args),
             processor_kwargs=args.mm_processor_kwargs,
             chat_template=args.chat_template,
         ),

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mmserve import flags
-from mmserve.config import EngineConfig
+from mmserve.config import EngineConfig, ModelConfig
+from mmserve.engine_flags import cache_dir
 
 
-def add_vision_command(
-    commands: Any,
-    add_engine_flags: Callable[[argparse.ArgumentParser], None],
-    engine_config: Callable[[argparse.Namespace], EngineConfig],
-) -> None:
+def add_vision_command(commands: Any) -> None:
     """The command on the parsers of the command line."""
     parser = commands.add_parser("train", help="make the model in the box (docs/training.md)")
     add = parser.add_argument
@@ -51,25 +47,27 @@ def add_vision_command(
         default=max((os.cpu_count() or 1) - 2, 0),
         help="processes that draw (default: the cores but two)",
     )
-    add_engine_flags(parser)
-    parser.set_defaults(run=lambda args: _train(args, engine_config(args)))
+    add("--device", default=ModelConfig.device, choices=("auto", "cpu", "cuda"))
+    add("--cache-dir", type=Path, help="where fetched weights live (default: ~/.cache/mmserve)")
+    parser.set_defaults(run=_train)
 
 
-def _train(args: argparse.Namespace, config: EngineConfig) -> None:
+def _train(args: argparse.Namespace) -> None:
     from mmserve.vision.train.fetch import default_path
 
     assets = args.assets or default_path()
+    if not (args.stage and args.out) and (args.stage or not args.fetch):
+        raise ValueError("train needs a stage and --out, or --fetch")
     if args.fetch:
         _fetch(assets)
-    elif args.stage is None or args.out is None:
-        raise ValueError("train needs a stage and --out, or --fetch")
-    if args.stage is not None:
+    if args.stage:
         from mmserve.vision.train.recipe import Options, train
         from mmserve.vision.train.stage import load_stage
 
         work = args.work or args.out.with_name(args.out.name + ".work")
         options = Options(args.out, work, assets, args.minutes, args.workers)
-        train(load_stage(args.stage), options, config)
+        model = ModelConfig(device=args.device, cache_dir=cache_dir(args))
+        train(load_stage(args.stage), options, EngineConfig(model=model))
 
 
 def _fetch(target: Path) -> None:

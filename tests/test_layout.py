@@ -92,7 +92,7 @@ ALLOWED = {
     "server": TYPES | {"whole_file"},
     "train_drafter": TYPES | {"vision", "model", "engine", "spec", "whole_file"},
     "train_command": {"config", "flags", "train_drafter"},
-    "vision_command": {"config", "flags", "vision.train"},
+    "vision_command": {"config", "flags", "engine_flags", "vision.train"},
     "evaluation": {"config", "flags", "request", "prompt", "tokenizer", "model", "vision.train"}
     | {"train_drafter.questions"},
     "kv_command": {"flags", "kvfile", "whole_file"},

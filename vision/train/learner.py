@@ -50,6 +50,7 @@ class Learner:
         """The repeated parts, each once for all of its like."""
         # A part that cannot be compiled runs as it is written.
         torch._dynamo.config.suppress_errors = True
+        torch.backends.cudnn.benchmark = True  # an update's convolutions have one shape
         for block in (*self._decoder.layers, *self.vision.resampler.blocks):
             block.compile(dynamic=False)
 

@@ -144,11 +144,11 @@ def train_from(
     training.run(feed, text, say.begun + 60 * options.minutes - closing, keep)
     size = write_model(options.out, data, learner)
     say(f"{options.out}: {size / 1e6:.2f} MB, {100 * training.progress:.0f} % of the stage")
-    if training.log.is_file() and training.log.stat().st_size:
-        draw_curves(training.log, options.out / "curves.png")
     measured = probe(learner, drawing, held, options.probed, say.begun + 60 * options.minutes)
     (options.out / "probe.json").write_text(json.dumps(measured, indent=2) + "\n", "utf-8")
     say(json.dumps(measured))
+    if training.log.stat().st_size:
+        draw_curves(training.log, options.out / "curves.png")
     return measured
 
 
