@@ -28,7 +28,8 @@ import psutil
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-QUESTIONS = 8  # that differ
+QUESTIONS = 20  # that differ, and so do their answers
+SPARE = 100  # files of a process beside its connections
 TOKENS = 16  # of an answer
 AT_ONCE = 200  # handshakes under way
 PING, PONG, TEXT = 0x89, 0x8A, 0x81  # first bytes of frames
@@ -36,13 +37,16 @@ PING, PONG, TEXT = 0x89, 0x8A, 0x81  # first bytes of frames
 
 def serve() -> None:
     """The process that is looked at."""
+    import torch
+
     from mmserve.config import ServerConfig
     from mmserve.engine.async_engine import AsyncEngine
     from mmserve.server.runner import allow_many_files, make_server
-    from tests.engine.tiny import build_tiny, tiny_config
+    from tests.engine.tiny import build_telling, tiny_config
 
     allow_many_files()
-    engine = AsyncEngine(tiny_config(text_pages=1000, max_waiting=20_000), build_tiny)
+    torch.set_num_threads(1)  # so small a model gains nothing from more
+    engine = AsyncEngine(tiny_config(text_pages=1000, max_waiting=20_000), build_telling)
     config = ServerConfig(port=0, sockets_per_key=100_000, host_memory_limit=0)
     make_server(config, engine).run()
 
@@ -122,8 +126,10 @@ class Socket(asyncio.Protocol):
 
 
 def question(number: int) -> dict[str, Any]:
+    """Drawn by a seed: the likeliest answers of so small a model are often the same."""
+    drawn = {"temperature": 1, "seed": number % QUESTIONS}
     limits = {"max_output_tokens": TOKENS, "ignore_eos": True, "store": False}
-    return {"input": f"What is {number % QUESTIONS}?", **limits}
+    return {"input": f"What is {number % QUESTIONS}?", **limits, **drawn}
 
 
 class Events(NamedTuple):
@@ -167,6 +173,7 @@ async def by_socket(socket: Socket, number: int) -> Events:
 async def check_streams(host: str, port: int, count: int) -> float:
     """All at once, each as alone; seconds that it took."""
     alone = [await stream(host, port, n) for n in range(QUESTIONS)]
+    assert len(set(alone)) == QUESTIONS, "a stream could not be told from another"
     began = time.monotonic()
     found = await asyncio.gather(*(stream(host, port, n) for n in range(count)))
     took = time.monotonic() - began
@@ -209,6 +216,17 @@ async def open_sockets(host: str, port: int) -> int:
     return int(float(line.split()[-1]))
 
 
+def allow(files: int) -> None:
+    """To be open at once in this process, as in the server."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < files:
+        raise SystemExit(
+            f"A process may have {most} files open here, and {files} are needed: raise the hard "
+            f"limit (ulimit -Hn {files}), or ask for fewer with --sockets and --streams."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def check(sockets: int, streams: int) -> tuple[int, float]:
     """Bytes of the server for each socket, and seconds that all streams took."""
 
@@ -216,8 +234,7 @@ def check(sockets: int, streams: int) -> tuple[int, float]:
         took = await check_streams(host, port, streams)
         return await check_sockets(host, port, sockets, process), took
 
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow(max(sockets, streams) + SPARE)
     with served() as (host, port, process):
         return asyncio.run(both(host, port, process))
 
