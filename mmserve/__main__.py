@@ -30,6 +30,7 @@ from mmserve.evaluation.command import add_eval_command
 from mmserve.faults import Faults
 from mmserve.kv_command import add_kv_commands
 from mmserve.load_flags import add_load_flags, with_load
+from mmserve.plan.command import add_plan_command
 from mmserve.train_command import add_train_command
 from mmserve.vision_command import add_vision_command
 
@@ -297,6 +298,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_train_command(commands, add_engine_flags, engine_config)
     add_vision_command(commands)
     add_eval_command(commands)
+    add_plan_command(commands)
     return parser
 
 

@@ -96,6 +96,8 @@ ALLOWED = {
     "evaluation": {"config", "flags", "request", "prompt", "tokenizer", "model", "vision.train"}
     | {"train_drafter.questions"},
     "kv_command": {"flags", "kvfile", "whole_file"},
+    "routing": set(),
+    "plan": {"config", "flags", "routing", "bench", "model"},
     "chat": TYPES | {"engine"},
     "bench": TYPES
     | {"flags"}
@@ -123,6 +125,9 @@ FORBIDDEN = {
     **dict.fromkeys(("prompt", "tokenizer", "metrics", "scheduler", *BOOKS), {"torch", "numpy"}),
     **dict.fromkeys(("guarded", "hub_prompt"), {"torch", "numpy", "transformers"}),
     "kernels": {"transformers", "timm", "open_clip", "starlette", "uvicorn"},
+    "routing": {"torch", "transformers"},
+    **dict.fromkeys(("plan.hardware", "plan.traffic", "plan.command"), {"*"}),
+    "plan.simulate": {"torch", "transformers"},
     "server": {"torch", "transformers", "numpy", "PIL"},
 }
 
