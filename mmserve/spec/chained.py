@@ -28,6 +28,7 @@ class ChainedDrafter:
         tapping = [drafter.taps for drafter in drafters if drafter.taps]
         assert drafters and len(tapping) <= 1, "features are of one drafter's layers"
         self._drafters = tuple(drafters)
+        self._recallers = [each for each in drafters if isinstance(each, Recaller)]
         self._lengths = tuple(lengths)
         self._taps = tapping[0] if tapping else ()
         self._ahead = ahead
@@ -80,7 +81,7 @@ class ChainedDrafter:
             drafts[i] = draft and replace(draft, author=drafter.name)
 
     def recalls(self, context: Context) -> bool:
-        return any(each.recalls(context) for each in self._drafters if isinstance(each, Recaller))
+        return any(each.recalls(context) for each in self._recallers)
 
     def landed(self, context: Context, landed: Landed) -> None:
         for drafter in self._drafters:

@@ -104,6 +104,7 @@ class _Known:
 
     acceptance: Acceptance
     spell: _Spell = field(default_factory=_Spell)
+    tried: bool = False  # whether it ever had a draft
     streak: int = 0  # tokens of its latest drafts, as long as they were right to their ends
 
 
@@ -129,7 +130,6 @@ class Control:
         self._rows_per_token = 1.0  # of a draft, by tokens in a row asked for
         self._priors = {kind: Acceptance(most, ENGINE_MEMORY) for kind in Kind}
         self._known: dict[tuple[str, Kind], _Known] = {}
-        self._tried: set[tuple[str, Kind]] = set()  # those of them that ever had a draft
         self._kinds: dict[str, Kind] = {}  # in the last plan
         self._spells: dict[_Ledger, _Spell] = {}
         self._held, self._held_plan = 0, dict[str, int]()  # steps that the last plan is yet for
@@ -154,7 +154,7 @@ class Control:
         if not begun and self._credit(size) < self._price(size):
             return {}
         if not spell.drafting and not due:
-            if size > CROWD or all(each in self._tried for each in contexts):
+            if size > CROWD or all(map(self._was_tried, contexts)):
                 return {}
         known = {id: self._sequence(id, kind) for id, kind in contexts}
         if due:
@@ -234,12 +234,15 @@ class Control:
         """A sequence has ended; it may be one that was never seen."""
         for kind in Kind:
             self._known.pop((id, kind), None)
-            self._tried.discard((id, kind))
 
     def _earn(self, ledger: _Ledger, seconds: float, plain: float) -> None:
         begin = START * plain if ledger.bucket <= bucket_of(CROWD) else 0.0
         credit = self._credits.get(ledger, begin) + seconds
         self._credits[ledger] = min(max(credit, -DEBT * plain), CREDIT * plain)
+
+    def _was_tried(self, context: tuple[str, Kind]) -> bool:
+        known = self._known.get(context)
+        return known is not None and known.tried
 
     def _sequence(self, id: str, kind: Kind) -> _Known:
         known = self._known.get((id, kind))
@@ -249,13 +252,13 @@ class Control:
         return known
 
     def _learn(self, outcomes: Sequence[Outcome]) -> None:
-        known_as = [(o, (o.id, kind)) for o in outcomes if (kind := self._kinds.get(o.id))]
-        self._tried.update(each for _, each in known_as if each in self._known)
-        found = [(o, self._known[each]) for o, each in known_as if each in self._known]
+        kinds = [(o, self._kinds.get(o.id)) for o in outcomes]
+        found = [(o, k) for o, kind in kinds if kind and (k := self._known.get((o.id, kind)))]
         for outcome, known in found:  # the shared ones first: all others rest on them
             if known.acceptance.prior:
                 known.acceptance.prior.add(outcome.wanted, outcome.accepted)
         for outcome, known in found:
+            known.tried = True
             known.acceptance.add(outcome.wanted, outcome.accepted)
             right = outcome.accepted == outcome.wanted
             known.streak = known.streak + outcome.wanted if right else 0
@@ -321,11 +324,7 @@ class Control:
         """Drafts for a few, though they should not pay: new sequences, and the most promising. Few
         have them all: most of what drafts cost is the same for one of them."""
 
-        def rank(id: str) -> tuple[bool, float]:
-            tried = (id, self._kinds[id]) in self._tried
-            return tried, -sum(known[id].acceptance.survival)
-
-        order = sorted(known, key=rank)
+        order = sorted(known, key=lambda id: (known[id].tried, -sum(known[id].acceptance.survival)))
         count = len(order) if len(order) <= CROWD else len(order) // PROBED
         return dict.fromkeys(order[:count], self._whole(length))
 

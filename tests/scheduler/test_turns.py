@@ -100,17 +100,22 @@ def test_a_short_question_does_not_wait_for_all_prompts_of_another_tenant() -> N
     assert asked.finished, "and the others' prompts take a hundred steps"
 
 
-def test_nobody_is_owed_for_a_time_in_which_it_asked_nothing() -> None:
-    crowd = Crowd()
-    for _ in range(250):
-        keep_busy(crowd, FLOOD, 20, 20, 20)
-        crowd.step()
+def assert_halves_from_now(crowd: Crowd) -> None:
+    """Of two that have enough to do."""
     crowd.shares.clear()
     for _ in range(250):
         keep_busy(crowd, FLOOD, 20, 20, 20)
         keep_busy(crowd, OTHER, 20, 20, 20)
         crowd.step()
     assert crowd.shares["other"] == pytest.approx(crowd.shares["flood"], rel=0.2)
+
+
+def test_nobody_is_owed_for_a_time_in_which_it_asked_nothing() -> None:
+    crowd = Crowd()
+    for _ in range(250):
+        keep_busy(crowd, FLOOD, 20, 20, 20)
+        crowd.step()
+    assert_halves_from_now(crowd)
 
 
 def test_nobody_is_owed_for_a_time_in_which_it_asked_little() -> None:
@@ -120,12 +125,7 @@ def test_nobody_is_owed_for_a_time_in_which_it_asked_little() -> None:
         if n % 4 == 0:
             crowd.ask(OTHER, 1, 8)  # which has not ended when the next one comes
         crowd.step()
-    crowd.shares.clear()
-    for _ in range(250):
-        keep_busy(crowd, FLOOD, 20, 20, 20)
-        keep_busy(crowd, OTHER, 20, 20, 20)
-        crowd.step()
-    assert crowd.shares["other"] == pytest.approx(crowd.shares["flood"], rel=0.2)
+    assert_halves_from_now(crowd)
 
 
 def test_nobody_is_owed_for_a_time_in_which_its_pictures_were_late() -> None:
