@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from mmserve.config import ModelConfig
 from mmserve.model.loader import LoadedModel, load_model
@@ -42,7 +44,7 @@ def measure(config: ModelConfig, prompts: int) -> TextDistance:
 def compare(model: LoadedModel, base: LoadedModel, prompts: int) -> TextDistance:
     chance = random.Random(SEED)
     kl, same, tokens = 0.0, 0, 0
-    for _ in range(prompts):
+    for _ in tqdm(range(prompts), "text", file=sys.stderr):  # 200 take some minutes on a CPU
         prompt = rendered(base, about_text(chance))
         answer = greedy(base, prompt)
         ids = torch.cat([prompt, answer], dim=1)
