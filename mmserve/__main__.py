@@ -30,6 +30,7 @@ from mmserve.evaluation.command import add_eval_command
 from mmserve.faults import Faults
 from mmserve.kv_command import add_kv_commands
 from mmserve.load_flags import add_load_flags, with_load
+from mmserve.places import own_place
 from mmserve.plan.command import add_plan_command
 from mmserve.train_command import add_train_command
 from mmserve.vision_command import add_vision_command
@@ -65,10 +66,11 @@ def _serve(args: argparse.Namespace) -> None:
         ssl_keyfile=args.ssl_keyfile,
         data_dir=data_dir(args),
         database_url=args.database_url,
+        replica=args.replica,
     )
 
-    def run(server: ServerConfig) -> None:
-        tiers = tier_config(args, server.data_dir)
+    def run(server: ServerConfig, own: Path | None) -> None:
+        tiers = tier_config(args, own)
         engine = engine_config(args)
         cache = dataclasses.replace(engine.cache, kv_compatible_with=tuple(args.kv_compatible_with))
         faults, decoding = Faults(os.environ.get("MMSERVE_FAULTS", "")), args.image_decode_processes
@@ -80,12 +82,16 @@ def _serve(args: argparse.Namespace) -> None:
         serve(config.server, AsyncEngine(config.engine))
 
     try:
-        run(server)
+        if server.replica is None or server.data_dir is None:
+            run(server, server.data_dir)
+        else:
+            with own_place(server.data_dir / "replicas") as own:
+                run(server, own)
     except CannotStoreError as error:
         if args.data_dir or args.database_url:
             raise
         print(f"mmserve keeps nothing over a restart: {error}", file=sys.stderr)
-        run(dataclasses.replace(server, data_dir=None))
+        run(dataclasses.replace(server, data_dir=None), None)
     except EngineLostError as error:
         print(f"mmserve: {error}", file=sys.stderr, flush=True)
         os._exit(EXIT_ENGINE_LOST)  # a device that hangs would hang the interpreter's end, too
@@ -254,6 +260,13 @@ def _add_border_flags(serve: argparse.ArgumentParser) -> None:
         "--database-url",
         default=os.environ.get("MMSERVE_DATABASE_URL") or None,
         help="SQLAlchemy's (default: $MMSERVE_DATABASE_URL, or SQLite in the data folder)",
+    )
+    serve.add_argument(
+        "--replica",
+        type=flags.replica,
+        metavar="NAME",
+        help="of this server among those that share its data folder and database; `mmserve deploy` "
+        "gives it",
     )
 
 

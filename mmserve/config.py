@@ -241,6 +241,8 @@ class ServerConfig:
     ssl_keyfile: Path | None = None
     data_dir: Path | None = None  # for what must outlive the process; None: nothing does
     database_url: str | None = None  # SQLAlchemy's; None: SQLite in data_dir
+    # Among servers that share data_dir and the database: letters and digits; None: it is alone.
+    replica: str | None = None
     max_body_bytes: int = 64 * MIB
     max_frame_bytes: int = 32 * MIB
     max_file_bytes: int = 32 * MIB
@@ -259,6 +261,10 @@ class ServerConfig:
     lanes_per_socket: int = 16
     queue_per_lane: int = 8
     faults: Faults = NO_FAULTS  # made on purpose, for tests
+
+    def prefix(self, kind: str) -> str:
+        """Of ids of what is stored: one says which replica it came from."""
+        return kind if self.replica is None else f"{kind}_{self.replica}"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ def size(text: str) -> int:
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive size")
     return value
+
+
+def replica(text: str) -> str:
+    """A name that fits into ids."""
+    if not re.fullmatch("[a-z0-9]{1,16}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 to 16 small letters and digits")
+    return text
 
 
 def seconds(text: str) -> float:

@@ -44,6 +44,7 @@ ALLOWED = {
     "streaming": {"request"},
     "keys": {"request"},
     "placed": {"request"},
+    "places": set(),
     "sequence": {"keys", "placed", "regimes", "request", "streaming"},
     "session": set(),
     "tokenizer": set(),

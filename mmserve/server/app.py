@@ -45,6 +45,7 @@ from mmserve.server.openapi import document
 from mmserve.server.page import Page
 from mmserve.server.server_metrics import ServerMetrics
 from mmserve.server.services import Services
+from mmserve.server.shared import NoSiblings, SharedStore, Siblings
 from mmserve.server.store import ResponseStore
 from mmserve.server.tenants import Tenants
 from mmserve.server.tracing import TraceContext, tracing_to
@@ -55,14 +56,18 @@ MEMORY_S = 1.0  # between two looks at the host's memory
 
 def _services(engine: EngineFace, config: ServerConfig) -> Services:
     folder = config.data_dir
-    database = None if folder is None else Database(folder, config.database_url, config.faults)
+    url, faults, shared = config.database_url, config.faults, config.replica is not None
+    database = None if folder is None else Database(folder, url, faults, shared=shared)
     journal: Journal = database or NoJournal()
-    blobs = BlobStore(None if folder is None else folder / "blobs", journal, config.faults)
+    blobs = BlobStore(folder and folder / "blobs", journal, faults, shared=shared)
     files = FileStore(blobs, config, journal)
     tenants = Tenants(config)
     images = ImageKeeper(engine, lambda owner: tenants.account(owner).tenant)
     responses = ResponseStore(config, blobs, journal, on_pins=images.moved)
-    if database is not None:
+    siblings: Siblings = NoSiblings()
+    if database is not None and shared:
+        siblings = SharedStore(database, blobs, responses, files, images)
+    elif database is not None:
         files.restore(database)
         responses.restore(database)
     return Services(
@@ -74,6 +79,7 @@ def _services(engine: EngineFace, config: ServerConfig) -> Services:
         blobs=blobs,
         files=files,
         responses=responses,
+        siblings=siblings,
         metrics=ServerMetrics(),
         images=images,
         kv_feed=KVFeed(engine, responses),
@@ -86,6 +92,7 @@ async def _sweep(services: Services) -> None:
     while True:
         services.files.expire()
         services.responses.expire()
+        await services.siblings.sweep()
         await asyncio.sleep(SWEEP_S)
 
 

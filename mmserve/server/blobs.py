@@ -9,9 +9,12 @@ must never touch the disk. Knows nothing of images, responses or uploads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import os
 import secrets
 import tempfile
+import time
 import weakref
 from pathlib import Path
 from typing import Protocol
@@ -56,12 +59,19 @@ class DiskBlob:
         return await asyncio.to_thread(self.path.read_bytes)
 
 
+def _digest(path: Path) -> bytes | None:
+    """Of what is in a file of ours, by its name; None: it is no whole one."""
+    name = path.name.partition(".")[0]
+    return bytes.fromhex(name) if path.suffix != PART and len(name) == 64 else None
+
+
 class BlobStore:
     """Content-addressed files in a private folder, used from one event loop.
 
     A temporary folder is made (and removed by `close`) where none is given. In a given one, files
     are removed between `open` and `close` only, so that the end of a process removes none, and
-    after what the `journal` was told before: no row may name a file that is gone.
+    after what the `journal` was told before: no row may name a file that is gone. A `shared` folder
+    has other servers' files, too, so that none is removed for want of a holder here.
     """
 
     def __init__(
@@ -69,7 +79,10 @@ class BlobStore:
         folder: Path | None = None,
         journal: Journal | None = None,
         faults: Faults = NO_FAULTS,
+        *,
+        shared: bool = False,
     ) -> None:
+        self._shared = shared
         self._faults = faults
         self._journal = journal or NoJournal()
         self._loop: asyncio.AbstractEventLoop | None = None  # of a given folder, between those
@@ -84,31 +97,51 @@ class BlobStore:
         self.used_bytes = 0
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            for path in folder.iterdir():
-                digest = path.name.partition(".")[0]
-                if path.suffix != PART and len(digest) == 64:
-                    self._found[bytes.fromhex(digest)] = path
+            self._found = {} if shared else self.lying()
 
     def __len__(self) -> int:
         return len(self._blobs)
 
-    def find(self, digest: bytes) -> DiskBlob:
-        """The blob that an earlier process kept; before `open` only. Raises KeyError."""
+    def lying(self) -> dict[bytes, Path]:
+        """The files in the folder, by the digests of what is in them."""
+        assert self._folder is not None
+        found = ((path, _digest(path)) for path in self._folder.iterdir())
+        return {digest: path for path, digest in found if digest is not None}
+
+    def find(self, digest: bytes, lying: dict[bytes, Path] | None = None) -> DiskBlob:
+        """The blob that an earlier process kept, before `open` only; or one of what is `lying`
+        there now. Raises KeyError."""
         known = self._blobs.get(digest)
         if known is None:
-            path = self._found[digest]
+            path = (self._found if lying is None else lying)[digest]
             known = self._register(path, digest, path.stat().st_size)
         return known
 
     def open(self) -> None:
         """Begin to remove what nobody holds, first of all what was found and not asked for."""
         assert self._folder is not None
-        if self._temporary is None:
+        if self._temporary is None and not self._shared:
             held = {blob.path for blob in self._blobs.values()}
             for path in set(self._folder.iterdir()) - held:
                 path.unlink(missing_ok=True)
             self._loop = asyncio.get_running_loop()
         self._found.clear()
+
+    def touch(self) -> None:
+        """Say to other servers that what this one holds is held."""
+        for blob in list(self._blobs.values()):
+            with contextlib.suppress(OSError):
+                os.utime(blob.path)
+
+    def untouched(self, seconds: float) -> list[tuple[Path, bytes | None]]:
+        """Files that no server has touched or written for so long; whole ones with digests."""
+        assert self._folder is not None
+        found = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(OSError):  # gone meanwhile
+                if path.stat().st_mtime + seconds < time.time():
+                    found.append((path, _digest(path)))
+        return found
 
     async def put(self, data: bytes, salt: bytes = b"") -> DiskBlob:
         """The blob of these bytes, written unless it is held already under the same salt: that
@@ -150,7 +183,7 @@ class BlobStore:
         self.used_bytes -= size
         if self._temporary is not None:
             path.unlink(missing_ok=True)
-        elif self._loop is not None:
+        elif self._loop is not None and not self._shared:
             self._loop.call_soon_threadsafe(self._remove, path)
 
     def _remove(self, path: Path) -> None:

@@ -129,9 +129,10 @@ async def bytes_at(ref: ImageRef, services: Services) -> bytes:
     return await services.fetcher.fetch(ref.url, limits.max_bytes, ref.param)
 
 
-def uploaded(ref: ImageRef, services: Services, owner: str) -> Blob:
+async def uploaded(ref: ImageRef, services: Services, owner: str) -> Blob:
     """The blob of an image that was uploaded before."""
     assert ref.file_id is not None
+    await services.siblings.file(ref.file_id)
     file = services.files.get(ref.file_id, owner, ref.param)
     if file.media_type is None:
         raise UnsupportedImageTypeError("This file is not an image.", param=ref.param)
@@ -141,7 +142,7 @@ def uploaded(ref: ImageRef, services: Services, owner: str) -> Blob:
 async def image_bytes(ref: ImageRef, services: Services, owner: str) -> bytes:
     """The encoded image, wherever it is."""
     if ref.file_id is not None:
-        return await uploaded(ref, services, owner).read()
+        return await (await uploaded(ref, services, owner)).read()
     if ref.item_id is not None:
         raise UnsupportedParameterError("Nothing is kept here; send the image.", param=ref.param)
     return await bytes_at(ref, services)

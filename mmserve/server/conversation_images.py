@@ -21,7 +21,7 @@ from mmserve.server.errors import NotFoundError, UnsupportedParameterError
 from mmserve.server.fields import Fields
 from mmserve.server.history import StoredImage
 from mmserve.server.services import Services, services_of, turn_of
-from mmserve.server.store import Turn
+from mmserve.server.turn import Turn
 from mmserve.server.upkeep import Upkeep
 from mmserve.server.wire import JSONBody
 from mmserve.session import FORGETTING, Forgetting, SessionState
@@ -71,7 +71,7 @@ async def _json(services: Services, turn: Turn, images: list[StoredImage]) -> di
 
 async def list_images(request: Request) -> Response:
     """GET /v1/responses/{id}/images: what the conversation that ends there holds, oldest first."""
-    services, turn = services_of(request), turn_of(request)
+    services, turn = services_of(request), await turn_of(request)
     services.check_ready()
     return JSONBody(await _json(services, turn, _held(turn)))
 
@@ -99,7 +99,7 @@ def _upkeep(services: Services, turn: Turn) -> Upkeep:
 async def _change(request: Request, how: Change, *, fetch: bool = False) -> Response:
     """Change what is done with an image. Where that changes the prompt, the new layout is computed
     at once, behind all that is asked for; with `fetch` also where KV is not in the pool."""
-    services, turn = services_of(request), turn_of(request)
+    services, turn = services_of(request), await turn_of(request)
     if turn.active:
         raise RequestError("The response has not ended yet.", param="response_id")
     images = _named(turn, request.path_params["image"])

@@ -87,6 +87,13 @@ class StoredFile:
         }
 
 
+def file_of_row(row: sa.Row[Any], find: rows.FindBlob) -> StoredFile:
+    """Raises KeyError where its bytes are lost."""
+    body = json.loads(row.body)
+    blob = find(bytes.fromhex(body.pop("sha256")))
+    return StoredFile(row.id, row.owner, blob, expires_at=int(row.expires_at), **body)
+
+
 class FileStore:
     """Uploads by id, each visible to its owner only, until they expire."""
 
@@ -123,7 +130,7 @@ class FileStore:
         blob = await self._blobs.put(data, salt)
         now = int(time.time())
         file = StoredFile(
-            id=new_id("file"),
+            id=new_id(self._config.prefix("file")),
             owner=owner,
             blob=blob,
             filename=filename,
@@ -143,15 +150,22 @@ class FileStore:
     def restore(self, database: Database) -> None:
         """Take in what an earlier process kept; what has expired goes with the next `expire`."""
         for row in database.read(sa.select(rows.FILES).order_by(rows.FILES.c.number)):
-            body = json.loads(row.body)
             try:
-                blob = self._blobs.find(bytes.fromhex(body.pop("sha256")))
+                self._files[row.id] = file_of_row(row, self._blobs.find)
             except KeyError:
                 log.warning("%s has lost its bytes", row.id)
-                continue
-            self._files[row.id] = StoredFile(
-                row.id, row.owner, blob, expires_at=int(row.expires_at), **body
-            )
+
+    def here(self, id: str) -> StoredFile | None:
+        """A file in memory, whoever owns it."""
+        return self._files.get(id)
+
+    def take(self, file: StoredFile) -> None:
+        """Have a file that another server keeps in the same database."""
+        self._files[file.id] = file
+
+    def lost(self, id: str) -> None:
+        """Another server has removed it."""
+        self._files.pop(id, None)
 
     def get(self, id: str, owner: str, param: str | None = None) -> StoredFile:
         """The file, or `NotFoundError` for anybody else's, expired or unknown id."""
@@ -232,7 +246,9 @@ async def create_file(request: Request) -> Response:
 
 async def list_files(request: Request) -> Response:
     """GET /v1/files."""
-    files = services_of(request).files.list(owner_of(request))
+    services, owner = services_of(request), owner_of(request)
+    await services.siblings.files(owner)
+    files = services.files.list(owner)
     purpose = once(request.query_params, "purpose")
     data = [file.to_json() for file in files if purpose in (None, file.purpose)]
     return JSONBody(
@@ -246,15 +262,21 @@ async def list_files(request: Request) -> Response:
     )
 
 
+async def _named(request: Request) -> StoredFile:
+    services, id = services_of(request), request.path_params["id"]
+    await services.siblings.file(id)
+    return services.files.get(id, owner_of(request))
+
+
 async def retrieve_file(request: Request) -> Response:
     """GET /v1/files/{id}."""
-    file = services_of(request).files.get(request.path_params["id"], owner_of(request))
+    file = await _named(request)
     return JSONBody(file.to_json())
 
 
 async def file_content(request: Request) -> Response:
     """GET /v1/files/{id}/content: the bytes, typed by themselves and never as a page."""
-    file = services_of(request).files.get(request.path_params["id"], owner_of(request))
+    file = await _named(request)
     headers = {"x-content-type-options": "nosniff", "cache-control": "private, no-store"}
     if file.media_type is None:
         headers["content-disposition"] = "attachment"
@@ -264,9 +286,9 @@ async def file_content(request: Request) -> Response:
 
 async def delete_file(request: Request) -> Response:
     """DELETE /v1/files/{id}."""
-    id = request.path_params["id"]
-    await services_of(request).files.remove(id, owner_of(request))
-    return JSONBody({"id": id, "object": "file", "deleted": True})
+    file = await _named(request)
+    await services_of(request).files.remove(file.id, file.owner)
+    return JSONBody({"id": file.id, "object": "file", "deleted": True})
 
 
 ROUTES = [

@@ -38,7 +38,7 @@ async def sent(ref: ImageRef, services: Services, owner: str, *, store: bool) ->
     the disk."""
     blob: Blob
     if ref.file_id is not None:
-        blob = uploaded(ref, services, owner)
+        blob = await uploaded(ref, services, owner)
     elif store:
         blob = await services.blobs.put(await bytes_at(ref, services), services.salt(owner))
     else:

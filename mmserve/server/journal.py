@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Generator
@@ -31,10 +32,47 @@ Change = Callable[[sa.Connection], object]
 MIGRATIONS = Path(__file__).parent / "migrations"
 BATCH = 256  # changes in one commit
 LOCK_NUMBER = 0x6D6D7372  # of PostgreSQL's advisory lock around migrations
+READS = "mmserve_reads"  # an option of a connection that takes no lock
 
 
 class CannotStoreError(OSError):
     """The data folder or the database cannot be used, said in one sentence."""
+
+
+class _Alone:
+    """A folder's lock that one process has."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = FileLock(path, thread_local=False)
+
+    def acquire(self) -> None:
+        self._lock.acquire(timeout=0)
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+class _Among:
+    """The same lock, had by any number of processes but by none that is alone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+
+    def acquire(self) -> None:
+        import fcntl  # where there is none, there is no Ray that starts several either
+
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 class Journal(Protocol):
@@ -86,19 +124,27 @@ def reason(error: Exception) -> str:
 class Database:
     """A journal in SQLite (below `folder`) or wherever SQLAlchemy's `url` leads.
 
-    Open from construction, which brings the schema up to date; raises `CannotStoreError`.
+    Open from construction, which brings the schema up to date; raises `CannotStoreError`. The
+    folder is one server's, or `shared` by several.
     """
 
-    def __init__(self, folder: Path, url: str | None = None, faults: Faults = NO_FAULTS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        url: str | None = None,
+        faults: Faults = NO_FAULTS,
+        *,
+        shared: bool = False,
+    ) -> None:
         self._faults = faults
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = FileLock(folder / "lock", thread_local=False)
+        self._lock = _Among(folder / "lock") if shared else _Alone(folder / "lock")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock.acquire(timeout=0)
-        except Timeout:
+            self._lock.acquire()
+        except (Timeout, BlockingIOError):
             raise CannotStoreError(f"another server uses the data folder {folder}") from None
         except OSError as error:
             raise CannotStoreError(f"cannot write to {folder}: {error.strerror}") from error
@@ -110,8 +156,8 @@ class Database:
             raise CannotStoreError(f"cannot open the database: {reason(error)}") from error
 
     def read(self, query: sa.Select[Any]) -> list[sa.Row[Any]]:
-        """All rows; before the first `write` only."""
-        with self._engine.connect() as connection:
+        """All rows as they are now, on any thread; writers are not kept waiting."""
+        with self._engine.connect().execution_options(**{READS: True}) as connection:
             return list(connection.execute(query))
 
     def write_now(self, change: Change) -> None:
@@ -217,7 +263,8 @@ def _engine(url: str) -> sa.Engine:
 
     @sa.event.listens_for(engine, "begin")
     def begin(connection: sa.Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        reads = connection.get_execution_options().get(READS)
+        connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
     return engine
 

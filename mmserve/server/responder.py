@@ -27,8 +27,8 @@ from mmserve.server.layout import Layout
 from mmserve.server.responses_request import InputItem, ResponseRequest
 from mmserve.server.services import Services
 from mmserve.server.session_json import session_json
-from mmserve.server.store import Turn
 from mmserve.server.transcript import Transcript
+from mmserve.server.turn import Turn
 from mmserve.server.upkeep import Cut, Upkeep
 from mmserve.server.wire import new_id
 
@@ -48,9 +48,10 @@ class Responder:
         """A turn of this owner, or of this connection."""
         return self._local.get(id) or self._services.responses.find(id, self._owner)
 
-    def _parent(self, id: str | None) -> Turn | None:
+    async def _parent(self, id: str | None) -> Turn | None:
         if id is None:
             return None
+        await self._services.siblings.turn(id)
         turn = self.find(id)
         if turn is None:
             raise PreviousResponseNotFoundError(
@@ -116,7 +117,7 @@ class Responder:
         """The prompt this request would make; nothing is stored."""
         access = self._services.access(self._owner)
         access.request()
-        parent = self._parent(request.previous_response_id)
+        parent = await self._parent(request.previous_response_id)
         items = await self._items(request, store=False)
         layout = Layout(access.unasked, request, Deadline(None))
         return await layout.count(_history(parent, request).add(items))
@@ -126,10 +127,10 @@ class Responder:
     ) -> Turn:
         """Check everything, submit, and return the turn with its running job."""
         self._services.check_ready()
-        parent = self._parent(request.previous_response_id)
+        parent = await self._parent(request.previous_response_id)
         items = await self._items(request, request.store)
         history = _history(parent, request).add(items)
-        id = new_id("resp")
+        id = new_id(self._services.config.prefix("resp"))
         # What was not to be stored must not reach the disk as the history of what is.
         durable = request.store and (parent is None or parent.durable)
         layout = Layout(self._services.access(self._owner), request, deadline)

@@ -21,7 +21,7 @@ from mmserve.server.job import Tail
 from mmserve.server.responder import Responder
 from mmserve.server.responses_request import ResponseRequest, parse_response_request
 from mmserve.server.services import Services, owner_of, services_of, turn_of
-from mmserve.server.store import Turn
+from mmserve.server.turn import Turn
 from mmserve.server.wire import EventStream, JSONBody, dumps, sse, while_connected
 
 IMAGE_URLS = "message.input_image.image_url"
@@ -96,7 +96,7 @@ def _flag(request: Request, name: str) -> bool:
 
 async def retrieve_response(request: Request) -> Response:
     """GET /v1/responses/{id}; with `stream=true` a replay from the log that goes on live."""
-    services, turn = services_of(request), turn_of(request)
+    services, turn = services_of(request), await turn_of(request)
     last = whole_text(request.query_params, "starting_after", -1, MAX_AFTER)
     after = -1 if last is None else last
     if not _flag(request, "stream"):
@@ -112,7 +112,7 @@ async def retrieve_response(request: Request) -> Response:
 
 async def cancel_response(request: Request) -> Response:
     """POST /v1/responses/{id}/cancel."""
-    turn = turn_of(request)
+    turn = await turn_of(request)
     if not turn.active:
         raise ResponseNotActiveError("The response has ended already.", param="response_id")
     assert turn.job is not None
@@ -123,7 +123,7 @@ async def cancel_response(request: Request) -> Response:
 
 async def delete_response(request: Request) -> Response:
     """DELETE /v1/responses/{id}; stops it first where it runs."""
-    turn = turn_of(request)
+    turn = await turn_of(request)
     if turn.active:
         assert turn.job is not None
         turn.job.cancel()
@@ -149,7 +149,7 @@ def _page(request: Request, ids: list[str]) -> tuple[list[str], bool]:
 
 async def list_input_items(request: Request) -> Response:
     """GET /v1/responses/{id}/input_items: what the request added, newest first by default."""
-    items = {item.id: item for item in turn_of(request).items}
+    items = {item.id: item for item in (await turn_of(request)).items}
     ids, has_more = _page(request, list(items))
     query = request.query_params
     with_urls = IMAGE_URLS in (query.getlist("include") + query.getlist("include[]"))

@@ -26,7 +26,7 @@ from mmserve.server.responder import Responder
 from mmserve.server.responses_request import parse_response_request
 from mmserve.server.services import Services, owner_of
 from mmserve.server.sockets import SocketGoneError, SocketSession, run_admitted
-from mmserve.server.store import Turn
+from mmserve.server.turn import Turn
 from mmserve.server.wire import SlowReaderError, dumps
 
 MAX_LANE_NAME = 256  # characters

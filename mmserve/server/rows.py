@@ -7,6 +7,7 @@ by their SHA-256 and lie in the blob store. A removed turn that others continue 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ from mmserve.server.journal import Change
 
 FindBlob = Callable[[bytes], Blob]  # raises KeyError
 TOKEN_CHARACTERS = 4  # of English text
+NAMED = re.compile(r'"(?:image|sha256)": ?"([0-9a-f]{64})"')
 
 _tables = sa.MetaData()
 TURNS = sa.Table(
@@ -147,13 +149,57 @@ def change_turn(id: str, **values: Any) -> Change:
 
 
 def remove_turn(id: str) -> Change:
-    """Hide it, then drop every hidden turn that none continues."""
+    return _remove_turns(TURNS.c.id == id)
+
+
+def remove_expired(now: float) -> Change:
+    """Turns and files, whoever kept them."""
+    turns = _remove_turns(TURNS.c.expires_at <= now)
+
+    def change(connection: sa.Connection) -> None:
+        turns(connection)
+        connection.execute(FILES.delete().where(FILES.c.expires_at <= now))
+
+    return change
+
+
+def _remove_turns(which: sa.ColumnElement[bool]) -> Change:
+    """Hide them, then drop every hidden turn that none continues."""
     child = TURNS.alias()
     needed = sa.exists().where(child.c.parent_id == TURNS.c.id)
 
     def change(connection: sa.Connection) -> None:
-        connection.execute(TURNS.update().where(TURNS.c.id == id).values(hidden=True))
+        connection.execute(TURNS.update().where(which).values(hidden=True))
         while connection.execute(TURNS.delete().where(TURNS.c.hidden, ~needed)).rowcount:
             pass
 
     return change
+
+
+# Questions
+
+
+def turn(id: str) -> sa.Select[Any]:
+    return sa.select(TURNS).where(TURNS.c.id == id)
+
+
+def lineage(id: str) -> sa.Select[Any]:
+    """A turn and all before it, hidden ones too, the first one first."""
+    line = sa.select(TURNS).where(TURNS.c.id == id).cte("line", recursive=True)
+    before = sa.select(TURNS).where(TURNS.c.id == line.c.parent_id)
+    line = line.union_all(before)
+    return sa.select(line).order_by(line.c.number)
+
+
+def file(id: str) -> sa.Select[Any]:
+    return sa.select(FILES).where(FILES.c.id == id)
+
+
+def files_of(owner: str) -> sa.Select[Any]:
+    return sa.select(FILES).where(FILES.c.owner == owner).order_by(FILES.c.number)
+
+
+def digests(row: sa.Row[Any]) -> Iterable[bytes]:
+    """Of the pictures and uploads that a turn or a file names."""
+    texts = (text for text in row if isinstance(text, str))
+    return (bytes.fromhex(found) for text in texts for found in NAMED.findall(text))

@@ -151,6 +151,7 @@ def make_server(config: ServerConfig, engine: EngineFace) -> Server:
             ssl_keyfile=config.ssl_keyfile,
             http=HTTPProtocol,
             ws=SocketProtocol,
+            loop="asyncio",  # the same whatever else is installed
             ws_max_size=config.max_frame_bytes,
             ws_per_message_deflate=False,  # images do not shrink, and text is short
             access_log=False,  # ours never shows a query

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from mmserve.server.kv_feed import KVFeed
     from mmserve.server.memory_guard import MemoryGuard
     from mmserve.server.server_metrics import ServerMetrics
-    from mmserve.server.store import ResponseStore, Turn
+    from mmserve.server.shared import Siblings
+    from mmserve.server.store import ResponseStore
+    from mmserve.server.turn import Turn
 
 
 log = logging.getLogger("mmserve.server")
@@ -57,6 +59,7 @@ class Services:
     blobs: BlobStore
     files: FileStore
     responses: ResponseStore
+    siblings: Siblings
     metrics: ServerMetrics
     images: ImageKeeper
     kv_feed: KVFeed
@@ -157,7 +160,8 @@ def access_of(connection: HTTPConnection) -> Access:
     return services_of(connection).access(owner_of(connection))
 
 
-def turn_of(connection: HTTPConnection) -> Turn:
+async def turn_of(connection: HTTPConnection) -> Turn:
     """The caller's stored response that the path names. Raises NotFoundError."""
-    id = connection.path_params["id"]
-    return services_of(connection).responses.get(id, owner_of(connection))
+    services, id = services_of(connection), connection.path_params["id"]
+    await services.siblings.turn(id)
+    return services.responses.get(id, owner_of(connection))

@@ -1,174 +1,34 @@
 """Stored responses: a tree of turns, found by id.
 
-Owns turns, lineage, expiry and eviction. All turns are in memory; a journal keeps what must last.
-Knows nothing of transports.
+Owns which turns there are, their expiry and eviction. All turns of this server are in memory; a
+journal keeps what must last. Of turns that other servers keep in the same database (`shared.py`)
+it has those that were asked for here. Knows nothing of transports.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
 from mmserve.config import MIB, ServerConfig
-from mmserve.prompt import TextPart
 from mmserve.server import rows
 from mmserve.server.blobs import BlobStore
 from mmserve.server.errors import NotFoundError, StorageUnavailableError
-from mmserve.server.history import Entry, History, Item, StoredImage, number
-from mmserve.server.job import Job
+from mmserve.server.history import Item, StoredImage
 from mmserve.server.journal import Database, Journal, NoJournal
-from mmserve.server.transcript import Transcript, function_call_json
+from mmserve.server.turn import Turn
+from mmserve.server.turn_rows import answer_text, session_text, turn_of_row, turn_row
 from mmserve.session import SessionState
 
 log = logging.getLogger("mmserve.server")
 
 LOG_BUDGET = 64 * MIB  # bytes of finished responses' event logs, all together
 NO_PINS: frozenset[str] = frozenset()
-INTERRUPTED = "The server stopped while it wrote this response."
-
-
-@dataclass(eq=False)
-class Turn:
-    """One response with what it answered.
-
-    `durable` where it and all before it may be written to the disk. `continued`: another turn of
-    this process goes on from it. `base`: what is held of a
-    conversation whose older turns were cut off; `session`: what the prompt was made by; `kept`:
-    what is held after this turn, where it was cut at its end.
-    """
-
-    id: str
-    owner: str
-    items: tuple[Item, ...]
-    parent: Turn | None = None
-    base: History = History()
-    session: SessionState = SessionState()
-    kept: History | None = None
-    continued: bool = False
-    prefill: bool = False
-    durable: bool = True
-    removed: bool = False
-    root: str | None = None  # of a conversation whose older turns were cut off: its name
-    expires_at: float = 0.0
-    job: Job | None = None  # until its log is evicted
-    outputs: tuple[Item, ...] = ()
-    spoken: tuple[Item, ...] = ()  # the outputs as a history shows them: one item, its exact tokens
-    response: dict[str, Any] | None = None  # once ended and kept
-
-    def current(self) -> dict[str, Any]:
-        """The Response object as it stands."""
-        if self.response is not None:
-            return self.response
-        assert self.job is not None
-        response = self.job.transcript.response()
-        if response["status"] != "in_progress":  # not kept yet, and so not to be told
-            unknown = dict.fromkeys(("completed_at", "error", "incomplete_details"))
-            response |= {**unknown, "status": "in_progress", "usage": None, "timings": None}
-        return response
-
-    @property
-    def active(self) -> bool:
-        return self.response is None
-
-    def change(self, how: Callable[[SessionState], SessionState]) -> None:
-        """What turns that continue this one from now on go by."""
-        self.session = how(self.session)
-        if self.kept is not None:
-            self.kept = replace(self.kept, state=how(self.kept.state))
-
-    @property
-    def conversation(self) -> str:
-        """A name for all turns that go back to one, however often it was cut in this process."""
-        turn = self
-        while turn.parent is not None:
-            turn = turn.parent
-        return turn.root or turn.id
-
-    def finish(self) -> None:
-        """Take over what the job made."""
-        assert self.job is not None
-        transcript = self.job.transcript
-        if not self.prefill and transcript.status != "failed":
-            self.outputs = _outputs(transcript)
-            tokens = transcript.answer.spliceable_tokens()
-            self.spoken = self.outputs
-            if tokens is not None and self.outputs:
-                self.spoken = (replace(self.outputs[0], token_ids=tokens, call=None),)
-                if len(self.outputs) == 1 and self.outputs[0].call is None:
-                    self.outputs = self.spoken
-
-    def history(self) -> History:
-        """What a turn that continues this one is laid on."""
-        if self.kept is not None:
-            return self.kept
-        chain: list[Turn] = []
-        turn: Turn | None = self
-        while turn is not None:
-            chain.append(turn)
-            turn = turn.parent
-        entries = list(chain[-1].base.entries)
-        for turn in reversed(chain):
-            entries += [Entry(item) for item in turn.items]
-            if turn.spoken:
-                entries += [Entry(item) for item in turn.spoken]
-            elif turn.prefill and entries:
-                entries[-1] = Entry(entries[-1].item, open=True)
-        return replace(chain[-1].base, entries=tuple(entries), state=self.session)
-
-
-def _outputs(transcript: Transcript) -> tuple[Item, ...]:
-    """What was said, if anything, and each call."""
-    answer, format = transcript.answer, transcript.calling.format
-    said = Item(transcript.message_id, "assistant", (TextPart(answer.text),))
-    items = [said] if answer.text or not answer.calls else []
-    for id, call in zip(transcript.call_ids, answer.calls, strict=True):
-        assert format is not None
-        text = TextPart(format.call(call.name, call.arguments))
-        items.append(Item(id, "assistant", (text,), call=function_call_json(call)))
-    items[0] = replace(items[0], tokens=len(answer.token_ids))  # of all of them together
-    return tuple(items)
-
-
-def _turn_row(turn: Turn) -> dict[str, Any]:
-    question = {
-        "items": rows.items_json(turn.items),
-        **rows.history_json(turn.base),
-        "prefill": turn.prefill,
-        "response": turn.current(),
-    }
-    return {
-        "id": turn.id,
-        "owner": turn.owner,
-        "parent_id": None if turn.parent is None else turn.parent.id,
-        "hidden": False,
-        "expires_at": turn.expires_at,
-        "question": rows.to_text(question),
-        "session": _session_text(turn),
-    }
-
-
-def _session_text(turn: Turn) -> str:
-    body: dict[str, Any] = {"state": turn.session.to_json(), "kept": None}
-    if turn.kept is not None:
-        body["kept"] = {**rows.history_json(turn.kept), "state": turn.kept.state.to_json()}
-    return rows.to_text(body)
-
-
-def _answer_json(outputs: Iterable[Item], spoken: Iterable[Item], response: dict[str, Any]) -> str:
-    return rows.to_text(
-        {
-            "outputs": rows.items_json(outputs),
-            "spoken": rows.items_json(spoken),
-            "response": response,
-        }
-    )
 
 
 @dataclass
@@ -198,7 +58,7 @@ class ResponseStore:
         self._index(turn.owner, turn.items)
         self.on_pins(turn.owner, NO_PINS, turn.session.pinned)
         if turn.durable:
-            commit = self.journal.write(rows.insert(rows.TURNS, **_turn_row(turn)))
+            commit = self.journal.write(rows.insert(rows.TURNS, **turn_row(turn)))
             self.expire()
             try:
                 await commit
@@ -214,8 +74,8 @@ class ResponseStore:
         if turn.durable and turn.id in self._turns:
             assert turn.job is not None
             response = turn.job.transcript.response()
-            answer = _answer_json(turn.outputs, turn.spoken, response)
-            session = _session_text(turn)
+            answer = answer_text(turn.outputs, turn.spoken, response)
+            session = session_text(turn)
             await self.journal.write(rows.change_turn(turn.id, answer=answer, session=session))
 
     async def keep_session(self, turn: Turn) -> None:
@@ -224,7 +84,7 @@ class ResponseStore:
         Raises `StorageUnavailableError`.
         """
         if turn.durable and turn.id in self._turns:
-            await self.journal.write(rows.change_turn(turn.id, session=_session_text(turn)))
+            await self.journal.write(rows.change_turn(turn.id, session=session_text(turn)))
 
     async def change_session(self, turn: Turn, how: Callable[[SessionState], SessionState]) -> None:
         """As `Turn.change`, and for good once this returns. Raises `StorageUnavailableError`, and
@@ -337,52 +197,19 @@ class ResponseStore:
         known: dict[str, Turn] = {}
         for row in database.read(sa.select(rows.TURNS).order_by(rows.TURNS.c.number)):
             try:
-                turn = self._turn(row, known)
+                turn = turn_of_row(row, known, self.blobs.find)
             except KeyError:
                 log.warning("%s has lost an image, or what it continues", row.id)
                 continue
             known[turn.id] = turn
             if row.answer is None:
                 assert turn.response is not None
-                answer = _answer_json((), (), turn.response)
+                answer = answer_text((), (), turn.response)
                 database.write_now(rows.change_turn(turn.id, answer=answer))
             if not row.hidden:
                 self._turns[turn.id] = turn
                 self._index(turn.owner, (*turn.items, *turn.outputs))
                 self.on_pins(turn.owner, NO_PINS, turn.session.pinned)
-
-    def _turn(self, row: sa.Row[Any], known: dict[str, Turn]) -> Turn:
-        question, find = json.loads(row.question), self.blobs.find
-        turn = Turn(
-            row.id,
-            row.owner,
-            rows.items(question["items"], find),
-            None if row.parent_id is None else known[row.parent_id],
-            prefill=question["prefill"],
-            removed=row.hidden,
-            expires_at=row.expires_at,
-            base=rows.history(question, find),
-        )
-        if row.session is None:  # written before version 3
-            count = 0 if turn.parent is None else turn.parent.session.num_images
-            count += sum(len(entry.item.images) for entry in turn.base.entries)
-            turn.items, count = number(turn.items, count)
-            turn.session = SessionState(num_images=count)
-        else:
-            session = json.loads(row.session)
-            turn.session = SessionState.from_json(session["state"])
-            if (kept := session["kept"]) is not None:
-                state = SessionState.from_json(kept["state"])
-                turn.kept = replace(rows.history(kept, find), state=state)
-        if row.answer is None:
-            error = {"code": "server_error", "message": INTERRUPTED}
-            turn.response = question["response"] | {"status": "failed", "error": error}
-        else:
-            answer = json.loads(row.answer)
-            turn.outputs = rows.items(answer["outputs"], find)
-            turn.spoken = rows.items(answer["spoken"], find)
-            turn.response = answer["response"]
-        return turn
 
     def expire(self) -> None:
         """Drop what is too old, then the least recently used above the bounds."""
@@ -392,4 +219,28 @@ class ResponseStore:
         while len(self._turns) > self.config.max_stored_responses or (
             len(self._turns) > 1 and self.blobs.used_bytes > self.config.max_files_bytes
         ):
-            self.remove(next(iter(self._turns)))
+            oldest = next(iter(self._turns.values()))
+            if oldest.foreign:
+                self._forget(oldest)
+            else:
+                self.remove(oldest.id)
+
+    # What other servers keep
+
+    def here(self, id: str) -> Turn | None:
+        """A turn in memory, whoever owns it."""
+        return self._turns.get(id)
+
+    def take(self, turn: Turn) -> None:
+        """Have a turn as it lies in the database now, instead of what was here of it."""
+        if (known := self._turns.get(turn.id)) is not None:
+            self._forget(known)
+        turn.foreign = True
+        self._turns[turn.id] = turn
+        self._index(turn.owner, (*turn.items, *turn.outputs))
+        self.on_pins(turn.owner, NO_PINS, turn.session.pinned)
+
+    def lost(self, turn: Turn) -> None:
+        """Another server has removed it."""
+        turn.removed = True
+        self._forget(turn)

@@ -19,7 +19,7 @@ from mmserve.server.answer import Answer
 from mmserve.server.errors import StorageUnavailableError
 from mmserve.server.history import Entry, History, render
 from mmserve.server.services import Services
-from mmserve.server.store import Turn
+from mmserve.server.turn import Turn
 from mmserve.server.window import Budget, dropped, line, text_tokens, trim
 from mmserve.server.wire import new_id
 
