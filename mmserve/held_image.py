@@ -11,10 +11,16 @@ ACTIVE, HOST, DISK, COLD, ABSENT = "active", "host", "disk", "cold", "absent"
 @dataclass(frozen=True)
 class ImageId:
     """What an engine calls an image file. `digests`: its identities, more than one where a model
-    computes an image otherwise in company; `num_tokens`: None until it has been looked at."""
+    computes an image otherwise in company, or by the detail asked for; `counts`: the tokens of
+    each, empty until it has been looked at."""
 
     digests: tuple[bytes, ...]
-    num_tokens: int | None = field(default=None, compare=False)
+    counts: tuple[int, ...] = field(default=(), compare=False)
+
+    @property
+    def num_tokens(self) -> int | None:
+        """The most that it takes; None until it has been looked at."""
+        return max(self.counts, default=None)
 
 
 @dataclass(frozen=True)

@@ -113,11 +113,11 @@ class _Worker:
             raise OSError(f"no process to decode images can be started ({self.stop()})") from error
         self._ready = True
 
-    def ask(self, data: bytes, size: int, seconds: float) -> _Answer:
+    def ask(self, data: bytes, size: int, crops: int, seconds: float) -> _Answer:
         """Raises the fault it names; EndedError, OSError or TimeoutError for its own end."""
         deadline = time.monotonic() + seconds
         self._end.settimeout(seconds)
-        self._end.sendall(wire.REQUEST.pack(size, len(data)))
+        self._end.sendall(wire.REQUEST.pack(size, crops, len(data)))
         self._end.sendall(data)
         head = self._receive(wire.REPLY.size, deadline)
         fault, width, height, length = wire.REPLY.unpack(head.data)
@@ -128,7 +128,7 @@ class _Worker:
             raise wire.FAULTS[fault - 1](words.decode("utf-8", "replace"))
         sound = length == 3 * width * height
         if size:
-            sound &= (width, height) == (size, size)
+            sound &= (width, height) == (size, size * (1 + crops))
         else:
             sound &= 0 < width * height <= self._limits.max_pixels
         if not sound:
@@ -149,9 +149,9 @@ class DecodePool:
             worker.start()  # so that they are ready by the first image
             self._idle.put(worker)
 
-    def decode(self, data: bytes, size: int) -> Pixels:
-        answer = self._ask(data, size)
-        return answer.pixels.reshape(3, size, size)
+    def decode(self, data: bytes, size: int, crops: int = 0) -> Pixels:
+        answer = self._ask(data, size, crops)
+        return answer.pixels.reshape(1 + crops, 3, size, size)
 
     def decode_full(self, data: bytes) -> Image.Image:
         answer = self._ask(data, 0)
@@ -169,12 +169,12 @@ class DecodePool:
             worker.stop()
             self._idle.put(worker)
 
-    def _ask(self, data: bytes, size: int) -> _Answer:
+    def _ask(self, data: bytes, size: int, crops: int = 0) -> _Answer:
         check_header(data, self.limits)  # what is refused at once keeps nobody waiting
         worker = self._idle.get()
         try:
             worker.await_ready()
-            return worker.ask(data, size, self._max_seconds)
+            return worker.ask(data, size, crops, self._max_seconds)
         except TimeoutError:
             self._replace(worker, "was too slow")
             raise InvalidImageError(

@@ -29,7 +29,8 @@ from mmserve.errors import (
 from mmserve.vision import preprocess
 
 READY = b"\x01"  # said once, before the first request
-REQUEST = struct.Struct("<II")  # the side wanted (0: the picture's own size), bytes that follow
+# The side wanted (0: the picture's own size), how many crops beside the whole, bytes that follow.
+REQUEST = struct.Struct("<III")
 REPLY = struct.Struct("<BIII")  # a fault's number or 0, width, height, bytes that follow
 FAULTS = (InvalidImageError, UnsupportedImageTypeError, ImageTooLargeError)
 MAX_WORDS = 1000  # bytes of a fault's message
@@ -81,17 +82,20 @@ def _confine(limits: ImageLimits) -> None:
     os.dup2(silence, 2)  # what codecs print of strangers' bytes is nobody's log
 
 
-def _decoded(data: bytes, limits: ImageLimits, size: int) -> tuple[int, int, memoryview]:
-    """(width, height, pixels as the caller lays them out)."""
+def _decoded(
+    data: bytes, limits: ImageLimits, size: int, crops: int
+) -> tuple[int, int, memoryview]:
+    """(width, height, pixels as the caller lays them out); pieces lie one below the other."""
     if size:
-        return size, size, preprocess.decode(data, limits, size).data.cast("B")
+        pieces = preprocess.decode_pieces(data, limits, size, crops)
+        return size, size * len(pieces), pieces.data.cast("B")
     image = preprocess.decode_full(data, limits)
     return *image.size, np.asarray(image).data.cast("B")
 
 
-def _reply(data: bytes, limits: ImageLimits, size: int) -> tuple[bytes, memoryview]:
+def _reply(data: bytes, limits: ImageLimits, size: int, crops: int) -> tuple[bytes, memoryview]:
     try:
-        width, height, pixels = _decoded(data, limits, size)
+        width, height, pixels = _decoded(data, limits, size, crops)
         return REPLY.pack(0, width, height, len(pixels)), pixels
     except MemoryError:
         fault: RequestError = ImageTooLargeError(
@@ -111,12 +115,12 @@ def serve(end: socket.socket, limits: ImageLimits) -> None:
     while True:
         try:
             receive(end, memoryview(head))
-            size, length = REQUEST.unpack(head)
+            size, crops, length = REQUEST.unpack(head)
             data = bytearray(length)
             receive(end, memoryview(data))
         except EndedError:
             return
-        for part in _reply(bytes(data), limits, size):
+        for part in _reply(bytes(data), limits, size, crops):
             end.sendall(part)
 
 

@@ -19,8 +19,8 @@ class Decoder(Protocol):
 
     @property
     def limits(self) -> ImageLimits: ...
-    def decode(self, data: bytes, size: int) -> preprocess.Pixels:
-        """As `preprocess.decode`, whose errors it raises."""
+    def decode(self, data: bytes, size: int, crops: int = 0) -> preprocess.Pixels:
+        """As `preprocess.decode_pieces`, whose errors it raises."""
 
     def decode_full(self, data: bytes) -> Image.Image:
         """As `preprocess.decode_full`, whose errors it raises."""
@@ -35,8 +35,8 @@ class DecodeHere:
     def __init__(self, limits: ImageLimits) -> None:
         self.limits = limits
 
-    def decode(self, data: bytes, size: int) -> preprocess.Pixels:
-        return preprocess.decode(data, self.limits, size)
+    def decode(self, data: bytes, size: int, crops: int = 0) -> preprocess.Pixels:
+        return preprocess.decode_pieces(data, self.limits, size, crops)
 
     def decode_full(self, data: bytes) -> Image.Image:
         return preprocess.decode_full(data, self.limits)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from mmserve.vision.crops import Crops
 from mmserve.vision.encoder import EncoderConfig, VisionEncoder
 from mmserve.vision.perceiver import CompressorConfig, PerceiverCompressor
 
@@ -26,9 +27,13 @@ class VisionConfig:
     std: tuple[float, ...]
     # Of nested latents, how many an image gets by the detail that is asked for; else all.
     details: Mapping[str, int] = field(default_factory=dict)
+    crops: Crops | None = None  # how large images are cut up, if they are
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a detail of other numbers than the compressor's."""
+        """Raises ValueError for a detail of other numbers than the compressor's, or fewer than a
+        crop's where it asks for crops."""
+        if self.crops is not None and self.details.get("high", self.num_tokens) < self.num_tokens:
+            raise ValueError("crops take all latents, and detail high asks for crops")
         for detail, count in self.details.items():
             if count not in self.compressor.nested:
                 raise ValueError(f"detail {detail} has {count} latents; nested are no such")
@@ -40,11 +45,11 @@ class VisionConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Visual tokens an image, at most."""
+        """Visual tokens of an image that is seen whole, or of one of its pieces, at most."""
         return self.compressor.num_latents
 
     def tokens_of(self, most: int | None = None) -> dict[str, int]:
-        """Visual tokens of an image by the detail asked for, none above `most`.
+        """Visual tokens of a whole image by the detail asked for, none above `most`.
 
         Raises ValueError for a limit that the latents cannot keep.
         """
@@ -54,6 +59,13 @@ class VisionConfig:
             raise ValueError(f"images of this model take {known} tokens, not at most {most}")
         kept = max(size for size in sizes if most is None or size <= most)
         return {d: min(self.details.get(d, self.num_tokens), kept) for d in DETAILS}
+
+    def crops_within(self, most: int | None = None) -> Crops | None:
+        """How images are cut up that take at most so many tokens: each piece takes all latents, so
+        there may be room for none."""
+        if self.crops is None or most is None:
+            return self.crops
+        return self.crops.within(most, self.num_tokens)
 
 
 class VisionModel(nn.Module):

@@ -18,12 +18,14 @@ from PIL import Image
 
 from mmserve.config import ImageLimits
 from mmserve.errors import ImageTooLargeError, InvalidImageError, UnsupportedImageTypeError
+from mmserve.vision import crops
 from mmserve.vision.container import Header, check_whole, count_frames, read_header, sniff
 
 Pixels = npt.NDArray[np.uint8]
 
 # Says how bytes become pixels. It is part of every digest: change it with the decoding below.
 DECODING = f"orientation, white, bicubic, draft 4; pillow {Image.__version__}".encode()
+CROPPED_DECODING = DECODING + b"; crops in rows"
 FULL_DECODING = f"orientation, white, full size; pillow {Image.__version__}".encode()
 
 _ORIENTATION = 0x0112
@@ -93,15 +95,31 @@ def decode(data: bytes, limits: ImageLimits, size: int) -> Pixels:
 
     Raises as `check_header` does, and `InvalidImageError` for a truncated or corrupt file.
     """
+    whole: Pixels = decode_pieces(data, limits, size, 0)[0]
+    return whole
+
+
+def decode_pieces(data: bytes, limits: ImageLimits, size: int, count: int) -> Pixels:
+    """The whole image as `decode` makes it, then `count` crops: uint8 [1 + count, 3, size, size].
+
+    Raises as `decode` does.
+    """
     # libjpeg's scaled decoding bounds a photograph's time and memory. It starts only where four
-    # times the wanted size remains, so smaller images are decoded exactly.
-    with _decoding(data, limits, draft=4 * size) as rgb:
-        return to_pixels(rgb, size)
+    # times the wanted size remains, so smaller images are decoded exactly; as many crops may lie
+    # along one side.
+    with _decoding(data, limits, draft=4 * size * max(count, 1)) as rgb:
+        return to_pieces(rgb, size, count)
 
 
-def to_pixels(rgb: Image.Image, size: int) -> Pixels:
-    """An RGB image as uint8 [3, size, size]."""
-    small = rgb.resize((size, size), Image.Resampling.BICUBIC)
+def to_pieces(rgb: Image.Image, size: int, count: int) -> Pixels:
+    """An RGB image and `count` crops of it as uint8 [1 + count, 3, size, size]."""
+    boxes = crops.boxes(rgb.width, rgb.height, count)
+    return np.stack([to_pixels(rgb, size, box) for box in boxes])
+
+
+def to_pixels(rgb: Image.Image, size: int, box: crops.Box | None = None) -> Pixels:
+    """An RGB image, or what lies in a box, as uint8 [3, size, size]."""
+    small = rgb.resize((size, size), Image.Resampling.BICUBIC, box)
     return np.ascontiguousarray(np.asarray(small).transpose(2, 0, 1))
 
 

@@ -119,6 +119,7 @@ def _native(loaded: LoadedModel, config: EngineConfig, dtype: str) -> Border:
         build_decoder(config.images, config.decoding),
         size=spec.image_size,
         num_tokens=num_tokens,
+        crops=spec.image_crops(config.model.image_max_tokens),
         settings_id=fingerprint(
             ("weights", spec.weights_id),
             ("dtype", dtype.encode()),

@@ -157,8 +157,11 @@ class ProcessorPipeline:
         """What an image file is called, without looking at it."""
         company = (True, False) if self.counts_company else (True,)
         digests = tuple(self._digest(data, alone, salt) for alone in company)
-        facts = [known for known in map(self._recall, digests) if known is not None]
-        return ImageId(digests, max((f.num_tokens for f in facts), default=None))
+        known = [self._recall(digest) for digest in digests]
+        most = max((facts.num_tokens for facts in known if facts is not None), default=None)
+        if most is None:
+            return ImageId(digests)
+        return ImageId(digests, tuple(facts.num_tokens if facts else most for facts in known))
 
     def pixels(self, image: ImageInput) -> Mapping[str, Any]:
         """The processor's tensors; processes again if the KV was evicted after `prepare`."""

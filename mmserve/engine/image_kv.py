@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mmserve.cache.kv_pool import VisionKVPool
+from mmserve.cache.vision_index import VisionEntry
 from mmserve.engine.cold_kv import ColdKV
 from mmserve.errors import PinBudgetExceededError
 from mmserve.held_image import ABSENT, ACTIVE, COLD, DISK, HOST, HeldImage, ImageId
@@ -17,8 +18,10 @@ PIN_SHARE = 2  # pinned images may take one part in so many of the pool
 
 
 class _Pin(NamedTuple):
+    """`counts`: the tokens of what is or may come under each key."""
+
     keys: tuple[bytes, ...]
-    num_tokens: int
+    counts: tuple[int, ...]
 
 
 class ImageKV:
@@ -60,28 +63,41 @@ class ImageKV:
     def _held(self, image: ImageId) -> HeldImage:
         keys = [self._key_of(digest) for digest in image.digests]
         key = next((key for key in keys if self.state(key) != ABSENT), keys[0])
-        entries = [(pool, pool.index.lookup(key)) for pool in self._pools]
-        found = [(pool, entry) for pool, entry in entries if entry is not None]
+        found = self._entries(key)
+        every = [part for each in keys for part in self._entries(each)]
         state = self.state(key)
         return HeldImage(
             state=state,
             num_tokens=found[0][1].num_tokens if found else image.num_tokens,
-            num_bytes=sum(len(entry.pages) * pool.shape.page_bytes for pool, entry in found),
-            hits=max((entry.hits for _, entry in found), default=0),
+            num_bytes=sum(len(entry.pages) * pool.shape.page_bytes for pool, entry in every),
+            hits=max((entry.hits for _, entry in every), default=0),
             pinned=image in self._pinned,
             kv_format=self._format(key) if state == COLD else None,
         )
 
+    def _entries(self, key: bytes) -> list[tuple[VisionKVPool, VisionEntry]]:
+        entries = ((pool, pool.index.lookup(key)) for pool in self._pools)
+        return [(pool, entry) for pool, entry in entries if entry is not None]
+
+    def _pin(self, image: ImageId) -> _Pin:
+        keys = tuple(self._key_of(digest) for digest in image.digests)
+        expected = image.counts or (0,) * len(keys)
+        counts = tuple(
+            max((entry.num_tokens for _, entry in self._entries(key)), default=count)
+            for key, count in zip(keys, expected, strict=True)
+        )
+        return _Pin(keys, counts)
+
     def pin(self, image: ImageId) -> None:
-        """Let it stay as long as anything else can give way, also if it is written only later.
+        """Let it stay as long as anything else can give way, also if it is written only later: all
+        that it is by any detail, which all counts.
 
         Raises `PinBudgetExceededError`.
         """
-        keys = tuple(self._key_of(digest) for digest in image.digests)
-        pinned = {**self._pinned, image: _Pin(keys, self._held(image).num_tokens or 0)}
+        pinned = {**self._pinned, image: self._pin(image)}
         for pool in self._pools:
             index, size = pool.index, pool.shape.page_size
-            pages = sum(index.pages_for(pin.num_tokens) for pin in pinned.values())
+            pages = sum(index.pages_for(n) for pin in pinned.values() for n in pin.counts)
             limit = index.num_pages // PIN_SHARE
             if pages > limit:
                 raise PinBudgetExceededError(
@@ -90,7 +106,7 @@ class ImageKV:
                 )
         self.unpin(image)  # it may have had other keys
         self._pinned = pinned
-        for key in keys:
+        for key in pinned[image].keys:
             for pool in self._pools:
                 pool.index.pin(key)
 

@@ -245,7 +245,7 @@ class ModelRunner:
         if self.stock:
             assert image.token_ids is not None
             return self.adapter.look(image.token_ids, pixels)
-        tokens: Tensor = self.vision_model.encode(pixels.to(self.device))[0]
+        tokens: Tensor = self.vision_model.encode(pixels.to(self.device)).flatten(0, 1)
         return Features(tokens[: image.num_tokens].to(self.adapter.dtype))
 
     @torch.inference_mode()

@@ -70,7 +70,12 @@ class CapturedTower:
         self._pixels: Tensor | None = None
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """uint8 [1, 3, H, W] on the host -> [n, hidden], in the order of the current stream."""
+        """uint8 [P, 3, H, W] on the host: an image's pieces -> [P * n, hidden], in the order of the
+        current stream."""
+        pieces = [self._piece(piece[None]) for piece in pixels]
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+    def _piece(self, pixels: Tensor) -> Tensor:
         sent = send(pixels, self._device)
         if not self._graphs.enabled:
             return self._see(sent)

@@ -13,6 +13,7 @@ from typing import Any
 
 from mmserve.model.fetch import BaseModelSpec, ModelUnavailableError, sha256_of
 from mmserve.model.supported import MODELS, native_json
+from mmserve.vision.crops import Crops
 from mmserve.vision.encoder import EncoderConfig
 from mmserve.vision.model import VisionConfig
 from mmserve.vision.perceiver import CompressorConfig, Source
@@ -46,12 +47,16 @@ class ModelSpec:
 
     @property
     def num_image_tokens(self) -> int:
-        """Visual tokens an image becomes, at most."""
+        """Visual tokens an image becomes that is seen whole, at most."""
         return self.vision.num_tokens
 
     def image_tokens(self, most: int | None) -> Mapping[str, int]:
         """Those by the detail asked for, as `VisionConfig.tokens_of` says."""
         return self.vision.tokens_of(most)
+
+    def image_crops(self, most: int | None) -> Crops | None:
+        """As `VisionConfig.crops_within` says."""
+        return self.vision.crops_within(most)
 
     @property
     def image_size(self) -> int:
@@ -119,4 +124,5 @@ def read_vision(data: Mapping[str, Any]) -> VisionConfig:
         mean=tuple(preprocess["mean"]),
         std=tuple(preprocess["std"]),
         details=data.get("details", {}),
+        crops=Crops(**data["crops"]) if "crops" in data else None,
     )

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.engine import Engine
 from mmserve.model.loader import LoadedModel
+from mmserve.vision.crops import Crops
 from mmserve.vision.model import DETAILS
 
 HIDDEN, LAYERS, KV_HEADS, HEAD_DIM = 96, 3, 2, 24  # 6 heads: wider than the hidden size
@@ -95,10 +96,23 @@ def _image_tokens(sizes: tuple[int, ...]) -> Callable[[int | None], dict[str, in
     return by_detail
 
 
+def _image_crops(crops: Crops | None) -> Callable[[int | None], Crops | None]:
+    """As `ModelSpec.image_crops`."""
+
+    def within(most: int | None) -> Crops | None:
+        return crops if crops is None or most is None else crops.within(most, IMAGE_TOKENS)
+
+    return within
+
+
 def tiny_model(
-    max_model_len: int = MAX_LEN, device: str = "cpu", sizes: tuple[int, ...] = (IMAGE_TOKENS,)
+    max_model_len: int = MAX_LEN,
+    device: str = "cpu",
+    sizes: tuple[int, ...] = (IMAGE_TOKENS,),
+    crops: Crops | None = None,
 ) -> Any:
-    """What the loader returns, for the tiny model; `sizes`: of its images, in tokens."""
+    """What the loader returns, for the tiny model; `sizes`: of its images, in tokens; `crops`: how
+    large ones are cut up."""
     spec = SimpleNamespace(
         name="tiny",
         max_model_len=max_model_len,
@@ -108,6 +122,7 @@ def tiny_model(
         image_size=IMAGE_SIZE,
         num_image_tokens=IMAGE_TOKENS,
         image_tokens=_image_tokens(sizes),
+        image_crops=_image_crops(crops),
         weights_id=bytes(32),
     )
     loaded: Any = LoadedModel

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmserve.config import ImageLimits
 from mmserve.model.loader import LoadedModel
 from mmserve.request import ImageSegment, Segment, TextSegment
-from mmserve.vision.preprocess import decode
+from mmserve.vision.preprocess import decode_pieces
 
 
 @torch.no_grad()
@@ -86,7 +86,9 @@ def image_mask(image_of: Sequence[int]) -> Tensor:
 
 def _see(loaded: LoadedModel, segment: ImageSegment) -> Tensor:
     """An image's visual tokens [num_tokens, hidden]."""
-    pixels = segment.image.pixels
+    image, spec = segment.image, loaded.spec
+    pixels = image.pixels
     if pixels is None:
-        pixels = decode(segment.image.data, ImageLimits(), loaded.spec.image_size)
-    return loaded.vision.encode(torch.as_tensor(pixels)[None])[0][: segment.image.num_tokens]
+        crops = max(image.num_tokens // spec.num_image_tokens - 1, 0)
+        pixels = decode_pieces(image.data, ImageLimits(), spec.image_size, crops)
+    return loaded.vision.encode(torch.as_tensor(pixels)).flatten(0, 1)[: image.num_tokens]

@@ -269,7 +269,7 @@ class FakeEngine:
         return prompt
 
     async def identify(self, data: bytes, tenant: Tenant = EVERYBODY) -> ImageId:
-        return ImageId((named(data, tenant),), IMAGE_TOKENS)
+        return ImageId((named(data, tenant),), (IMAGE_TOKENS,))
 
     async def held_images(self, images: Sequence[ImageId]) -> list[HeldImage]:
         """Every image of a prompt that was submitted is there."""

@@ -39,18 +39,20 @@ ACTS: dict[bytes, Callable[[], None]] = {
 }
 
 
-def _decoded(data: bytes, limits: ImageLimits, size: int) -> tuple[int, int, memoryview]:
+def _decoded(
+    data: bytes, limits: ImageLimits, size: int, crops: int
+) -> tuple[int, int, memoryview]:
     for word, act in ACTS.items():
         if data.endswith(word):
             act()
-    return decode(data, limits, size)
+    return decode(data, limits, size, crops)
 
 
-def _reply(data: bytes, limits: ImageLimits, size: int) -> tuple[bytes, memoryview]:
+def _reply(data: bytes, limits: ImageLimits, size: int, crops: int) -> tuple[bytes, memoryview]:
     for word, (head, body) in LIES.items():
         if data.endswith(word):
             return head, memoryview(body)
-    return REAL(data, limits, size)
+    return REAL(data, limits, size, crops)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mmserve.model.spec import ModelSpec, load_spec
+from mmserve.model.spec import ModelSpec, load_spec, read_vision
+from mmserve.model.supported import native_json
+from mmserve.vision.crops import Crops
 from mmserve.vision.model import VisionModel
 from tests.vision.images import noise, smooth
 
@@ -89,3 +92,15 @@ def test_a_missing_or_foreign_tensor_is_refused(
         fresh.load_weights({k: v for k, v in tensors.items() if k != name})
     with pytest.raises(RuntimeError):
         fresh.load_weights({**tensors, "visual.stray": tensors[name]})
+
+
+def test_crops_are_declared_beside_the_details_and_take_all_latents(spec: ModelSpec) -> None:
+    path = native_json("smolvision-135m")
+    assert path is not None and spec.vision.crops is None
+    data = json.loads(path.read_text("utf-8"))["vision"] | {"crops": {"above": 448, "most": 4}}
+    vision = read_vision(data)
+    assert vision.crops == vision.crops_within(160) == Crops(448, 4)
+    assert vision.crops_within(159) == Crops(448, 3) and vision.crops_within(64) is None
+    nested = replace(vision.compressor, nested=(16, 32))
+    with pytest.raises(ValueError, match="crops take all latents"):
+        replace(vision, compressor=nested, details={"high": 16})
