@@ -53,6 +53,8 @@ ROWS = (
     Row("grid"),
     Row("table"),
     Row("screen"),
+    Row("small_text"),
+    Row("small_emoji"),
     Row("two_images", 80.0, 95),
     Row("three_images", 66.0, 95),
     Row("by_order", None, 95),

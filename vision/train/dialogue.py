@@ -12,11 +12,13 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from mmserve.prompt import ChatTemplate, ImagePart, Message, Part, TextPart, TokensPart
 from mmserve.request import ImageInput, TextSegment
 from mmserve.tokenizer import Tokenizer
-from mmserve.vision.preprocess import Pixels, to_pixels
+from mmserve.vision.crops import Crops
+from mmserve.vision.preprocess import Pixels, to_pieces
 from mmserve.vision.train.example import Example, Turn
 
 OTHER_SYSTEM = 0.25  # of the dialogues begin with one of these in place of the model's own
@@ -46,8 +48,9 @@ class Spoken(Protocol):
 
 @dataclass(frozen=True)
 class Dialogue:
-    """`tokens` [n], 0 in images; `image_of` [n]: 0 for text, else the image's number from 1;
-    `answers` [n] bool: what the model is to say. `pixels`: of each image."""
+    """`tokens` [n], 0 in images; `image_of` [n]: 0 for text, else its image's first piece by its
+    number from 1; `answers` [n] bool: what the model is to say. `pixels`: of each piece, of which
+    an image that is seen as a whole has one."""
 
     skill: str
     tokens: Numbers
@@ -69,22 +72,31 @@ class Scribe:
         )
 
     def write(
-        self, example: Example, latents: int, rng: random.Random, *, scored: bool = False
+        self,
+        example: Example,
+        latents: int,
+        rng: random.Random,
+        *,
+        crops: Crops | None = None,
+        scored: bool = False,
     ) -> Dialogue:
-        """`latents`: of each image. `scored`: only the last answer counts."""
+        """`latents`: of each piece of an image; `crops`: how large images are cut up, which needs
+        all latents. `scored`: only the last answer counts."""
         messages = self._messages(example)
         if rng.random() < OTHER_SYSTEM and not scored:
             messages.insert(0, Message("system", (TextPart(rng.choice(SYSTEMS)),)))
-        shown = [ImageInput(b"", b"", latents) for _ in example.images]
+        pieces = [self._pieces(image, crops) for image in example.images]
+        shown = [ImageInput(b"", b"", latents * len(piece)) for piece in pieces]
         tokens, image_of, answers = list[int](), list[int](), list[bool]()
-        number = whole = 0
+        first, whole = 1, 0
         said = False  # by the model, all of which is but for what ends it
         for segment in self._template.render(messages, shown).segments:
             if not isinstance(segment, TextSegment):
-                number += 1
-                tokens += [0] * latents
-                image_of += [number] * latents
-                answers += [False] * latents
+                count = segment.image.num_tokens
+                tokens += [0] * count
+                image_of += [first] * count
+                answers += [False] * count
+                first += count // latents
                 continue
             for token in segment.token_ids:
                 last = -1 - token == len(example.turns) - 1
@@ -100,8 +112,13 @@ class Scribe:
             np.array(tokens[:whole], np.int32),
             np.array(image_of[:whole], np.int32),
             np.array(answers[:whole], np.bool_),
-            tuple(to_pixels(image, self._size) for image in example.images),
+            tuple(piece for image in pieces for piece in image),
         )
+
+    def _pieces(self, image: Image.Image, crops: Crops | None) -> Pixels:
+        size = self._size
+        count = crops.count(image.width, image.height, size, "auto") if crops else 0
+        return to_pieces(image, size, count)
 
     def _messages(self, example: Example) -> list[Message]:
         messages = []

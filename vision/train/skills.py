@@ -1,7 +1,8 @@
 """Every skill by name, and the one way to an example of it.
 
 Owns the registry and how chance is seeded: skill, seed, index and split decide all of an example.
-Knows nothing of how a skill's pictures are drawn.
+`SKILLS` are what a mixture means by all skills; those of `LARGE` are for models that see crops, and
+are in a mixture that names them. Knows nothing of how a skill's pictures are drawn.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mmserve.vision.train.makers import (
     digits,
     easy,
     emoji,
+    large,
     refusals,
     scenes,
     screens,
@@ -30,10 +32,11 @@ FAMILIES = (scenes, textures, text, charts, screens, digits, emoji, easy, severa
 SKILLS: Mapping[str, Maker] = MappingProxyType(
     {name: make for family in FAMILIES for name, make in family.MAKERS.items()}
 )
+LARGE: Mapping[str, Maker] = MappingProxyType(large.MAKERS)
 
 
 def example(skill: str, split: Split, *, seed: int, index: int, assets: Assets) -> Example:
     """The same arguments give the same example, in any process and on any machine."""
     # A string is hashed by SHA-512, unlike a tuple, whose hash may differ between processes.
     rng = random.Random(f"{skill} {split.value} {seed} {index}")
-    return SKILLS[skill](Draw(rng, split, assets))
+    return {**SKILLS, **LARGE}[skill](Draw(rng, split, assets))

@@ -11,8 +11,11 @@ from PIL import Image
 from mmserve.prompt import ChatTemplate, ImagePart, Message, Part, TextPart
 from mmserve.request import ImageInput, TextSegment
 from mmserve.tokenizer import Tokenizer
+from mmserve.vision.crops import Crops
 from mmserve.vision.train.dialogue import Dialogue, Scribe
 from mmserve.vision.train.example import Example, Turn
+from mmserve.vision.train.packing import Packer
+from mmserve.vision.train.stage import Packing
 from tests.engine.tiny import tiny_tokenizer
 from tests.vision.train.tiny import SIZE, start
 
@@ -103,3 +106,21 @@ def test_some_dialogues_begin_with_another_system_message() -> None:
 def test_equal_chance_writes_the_same(scored: bool) -> None:
     once, again = write(scored), write(scored)
     assert np.array_equal(once.tokens, again.tokens)
+
+
+def test_a_large_image_is_one_image_in_several_pieces() -> None:
+    """All of its tokens have one number, and each finds its own piece's latents in a shard."""
+    spec, latents = start().loaded.spec, 4
+    large = Image.new("RGB", (4 * SIZE, 2 * SIZE), "green")
+    example = Example(
+        "any", (RED, large, BLUE), (Turn("What?", "Red.", shows=(0, 1)), Turn("?", "B", (2,)))
+    )
+    made = Scribe(TOKENIZER, spec).write(
+        example, latents, random.Random(1), crops=Crops(3 * SIZE, 2)
+    )
+    assert [int((made.image_of == k).sum()) for k in (1, 2, 5)] == [4, 12, 4]
+    assert set(made.image_of.tolist()) == {0, 1, 2, 5} and len(made.pixels) == 5
+    packer = Packer(Packing(rows=1, tokens=512, images=8, shards=1), SIZE, latents)
+    shard, _ = packer.pack(iter([made]))
+    assert shard.latent[shard.latent >= 0].tolist() == list(range(5 * latents))
+    assert shard.pixels[5:].sum() == 0 and shard.pixels[4, 2].min() == 255

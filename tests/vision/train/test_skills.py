@@ -8,8 +8,9 @@ import pytest
 
 from mmserve.vision.train.assets import Assets, Split
 from mmserve.vision.train.example import Example
-from mmserve.vision.train.skills import SKILLS, example
+from mmserve.vision.train.skills import LARGE, SKILLS, example
 
+EVERY = (*SKILLS, *LARGE)
 MADE = 4  # examples of a skill and split that are looked at
 
 
@@ -21,7 +22,7 @@ def parts(example: Example) -> tuple[object, ...]:
     return example.skill, example.turns, tuple(image.tobytes() for image in example.images)
 
 
-@pytest.mark.parametrize("skill", SKILLS)
+@pytest.mark.parametrize("skill", EVERY)
 @pytest.mark.parametrize("split", Split)
 def test_an_example_is_decided_by_its_arguments(skill: str, split: Split, assets: Assets) -> None:
     elsewhere: Assets = pickle.loads(pickle.dumps(assets))
@@ -32,16 +33,21 @@ def test_an_example_is_decided_by_its_arguments(skill: str, split: Split, assets
     assert all(what[0] == skill for what in first)
 
 
-@pytest.mark.parametrize("skill", SKILLS)
+@pytest.mark.parametrize("skill", EVERY)
 def test_held_out_examples_are_others_than_those_of_training(skill: str, assets: Assets) -> None:
     train, held = (made(skill, split, 0, assets) for split in Split)
     assert parts(train) != parts(held)
 
 
-@pytest.mark.parametrize("skill", SKILLS)
+@pytest.mark.parametrize("skill", EVERY)
 @pytest.mark.parametrize("split", Split)
 def test_every_turn_asks_something_and_answers_it(skill: str, split: Split, assets: Assets) -> None:
     for i in range(MADE):
         for turn in made(skill, split, i, assets).turns:
             assert turn.question.strip() and turn.answer.strip()
             assert all(0 <= start < end <= len(turn.answer) for start, end in turn.spelled)
+
+
+def test_what_only_crops_show_is_no_part_of_all_skills() -> None:
+    """A stage's mixture has `*` for those; the ones of large pictures it must name."""
+    assert LARGE and not LARGE.keys() & SKILLS.keys()
