@@ -98,6 +98,8 @@ ALLOWED = {
     | {"train_drafter.questions"},
     "kv_command": {"flags", "kvfile", "whole_file"},
     "routing": set(),
+    # A router and what starts it; nothing of an engine or of a server's parts beyond its words.
+    "deploy": {"config", "flags", "errors", "routing", "server.wire", "server.bodies"},
     "plan": {"config", "flags", "routing", "bench", "model"},
     "chat": TYPES | {"engine"},
     "bench": TYPES
