@@ -18,6 +18,7 @@ import platformdirs
 
 from mmserve import __version__, flags
 from mmserve.config import Config, DecodingConfig, ServerConfig
+from mmserve.deploy.command import add_deploy_command
 from mmserve.engine_flags import (
     add_engine_flags,
     add_image_flags,
@@ -47,12 +48,9 @@ def data_dir(args: argparse.Namespace) -> Path | None:
     return None if args.data_dir == "none" else Path(args.data_dir)
 
 
-def _serve(args: argparse.Namespace) -> None:
-    from mmserve.engine.async_engine import AsyncEngine
-    from mmserve.server.journal import CannotStoreError
-    from mmserve.server.runner import EngineLostError, serve
-
-    server = ServerConfig(
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """The border, without what load flags say."""
+    return ServerConfig(
         host=args.host,
         port=args.port,
         api_keys=(*(args.api_key or ()), *os.environ.get("MMSERVE_API_KEY", "").split()),
@@ -68,6 +66,14 @@ def _serve(args: argparse.Namespace) -> None:
         database_url=args.database_url,
         replica=args.replica,
     )
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from mmserve.engine.async_engine import AsyncEngine
+    from mmserve.server.journal import CannotStoreError
+    from mmserve.server.runner import EngineLostError, serve
+
+    server = server_config(args)
 
     def run(server: ServerConfig, own: Path | None) -> None:
         tiers = tier_config(args, own)
@@ -270,19 +276,24 @@ def _add_border_flags(serve: argparse.ArgumentParser) -> None:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mmserve", description=__doc__.splitlines()[0])
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="command")
-
-    serve = commands.add_parser("serve", help="the HTTP and WebSocket server with the chat page")
+def _add_serve_flags(serve: argparse.ArgumentParser) -> None:
     _add_border_flags(serve)
     add_engine_flags(serve)
     add_image_flags(serve)
     add_tier_flags(serve)
     add_parallel_flags(serve)
     add_load_flags(serve)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mmserve", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    serve = commands.add_parser("serve", help="the HTTP and WebSocket server with the chat page")
+    _add_serve_flags(serve)
     serve.set_defaults(run=_serve)
+    add_deploy_command(commands, _add_serve_flags, server_config)
 
     chat = commands.add_parser("chat", help="one answer about some pictures, without a server")
     chat.add_argument(

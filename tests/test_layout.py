@@ -100,6 +100,7 @@ ALLOWED = {
     "routing": set(),
     # A router and what starts it; nothing of an engine or of a server's parts beyond its words.
     "deploy": {"config", "flags", "errors", "routing", "server.wire", "server.bodies"},
+    "serve_app": {"__main__", "deploy"},
     "plan": {"config", "flags", "routing", "bench", "model"},
     "chat": TYPES | {"engine"},
     "bench": TYPES

@@ -46,6 +46,7 @@ class Relay:
     def __init__(self, scope: Scope, receive: Receive, send: Send, open: Counter[str]) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._open = open
+        self._left = False  # the client has
 
     async def run(
         self,
@@ -162,6 +163,7 @@ class Relay:
         while True:
             message = await self._receive()
             if message["type"] != "websocket.receive":
+                self._left = True
                 code = message.get("code") or 1000
                 await upstream.close(1000 if code in UNSAID else code)
                 return
@@ -182,7 +184,8 @@ class Relay:
             if closed.rcvd is not None:
                 code, said = closed.rcvd.code, closed.rcvd.reason
             code = 1000 if code in UNSAID else code
-            await self._send({"type": "websocket.close", "code": code, "reason": said})
+            if not self._left:
+                await self._send({"type": "websocket.close", "code": code, "reason": said})
 
     async def _deny(self, error: InvalidStatus) -> None:
         response = error.response

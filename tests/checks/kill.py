@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,13 @@ import httpx
 ROOT = Path(__file__).parents[2]
 USERS = 4
 PNG = b"\x89PNG\r\n\x1a\n"
+Draw = Callable[[random.Random, int], bytes]  # of about so many bytes
 FIRST = "FIRST"  # the parent of a turn that has none
+
+
+def rubbish(rng: random.Random, size: int) -> bytes:
+    """What the fake engine takes for a picture."""
+    return PNG + rng.randbytes(size)
 
 
 @dataclass
@@ -80,7 +86,8 @@ def granted(answer: httpx.Response) -> httpx.Response:
 class User:
     """Talks, uploads and deletes until the server is gone."""
 
-    def __init__(self, url: str, told: Told, seed: int) -> None:
+    def __init__(self, url: str, told: Told, seed: int, draw: Draw = rubbish) -> None:
+        self._draw = draw
         self._client = httpx.Client(base_url=url, timeout=30)
         self._told = told
         self._random = random.Random(seed)
@@ -88,9 +95,12 @@ class User:
         self._uploads: list[str] = []
 
     def run(self) -> None:
+        self.run_until(threading.Event())
+
+    def run_until(self, stop: threading.Event) -> None:
         with self._client:
             try:
-                while True:
+                while not stop.is_set():
                     self._act()
             except (httpx.NetworkError, httpx.RemoteProtocolError, Leaving):  # killed, or told
                 return
@@ -107,7 +117,7 @@ class User:
             self._ask()
 
     def _upload(self) -> None:
-        data = PNG + self._random.randbytes(self._random.choice((10, 10_000, 300_000)))
+        data = self._draw(self._random, self._random.choice((10, 10_000, 300_000)))
         upload = {"file": ("x.png", data)}
         answer = granted(self._client.post("/v1/files", files=upload, data={"purpose": "vision"}))
         self._told.files[answer.json()["id"]] = data
@@ -124,7 +134,7 @@ class User:
             {"type": "input_text", "text": f"q{self._random.random()}"}
         ]
         if self._random.random() < 0.3:
-            data = base64.b64encode(PNG + self._random.randbytes(5000)).decode()
+            data = base64.b64encode(self._draw(self._random, 5000)).decode()
             content.append({"type": "input_image", "image_url": f"data:image/png;base64,{data}"})
         question = [{"role": "user", "content": content}]
         body = request(parent, question)

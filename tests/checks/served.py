@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import io
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any
 import httpx
 from openai import OpenAI
 from PIL import Image, ImageDraw
+from prometheus_client.parser import text_string_to_metric_families
 
 START_S = 300  # the first start fetches and converts the base model
 
@@ -40,14 +40,18 @@ class Served:
         return self.client().models.list().data[0].id
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of `mmserve:name{labels}`."""
+        """The value of `mmserve:name{labels}`, or its sum over replicas."""
         headers = {"authorization": f"Bearer {self.admin}"}
         text = httpx.get(f"{self.url}/metrics", headers=headers).text
-        wanted = "".join(f'{k}="{v}",' for k, v in sorted(labels.items())).rstrip(",")
-        shown = f"mmserve:{name}" + (f"{{{wanted}}}" if wanted else "")
-        match = re.search(rf"^{re.escape(shown)} (\S+)$", text, re.MULTILINE)
-        assert match, f"no metric {shown}"
-        return float(match.group(1))
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+        found = [
+            sample.value
+            for sample in samples
+            if sample.name == f"mmserve:{name}"
+            and {k: v for k, v in sample.labels.items() if k != "replica"} == labels
+        ]
+        assert found, f"no metric {name} {labels}"
+        return float(sum(found))
 
     def memory(self) -> int:
         """Resident bytes of the server process."""
@@ -73,14 +77,14 @@ class Served:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Served]:
-    """`mmserve serve` with these flags, ready; ended afterwards."""
+def serving(*flags: str, command: str = "serve") -> Iterator[Served]:
+    """`mmserve serve`, or deploy, with these flags, ready; ended afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mmserve", "serve", "--port", str(port)]
-    command += ["--data-dir", "none", *flags]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    words = [sys.executable, "-m", "mmserve", command, "--port", str(port)]
+    words += ["--data-dir", "none", *flags]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_S
@@ -92,7 +96,7 @@ def serving(*flags: str) -> Iterator[Served]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
 
