@@ -1,8 +1,8 @@
 """Several replicas behind one router on one machine, by `mmserve deploy`.
 
-Every client passes through; half of all pictures were shown before, and image-aware routing has each
-encoded once (round robin beside it); replicas are killed (-9) and replaced by a rolling update under
-load, and nothing that was acknowledged is lost.
+Every client passes through; half of all pictures were shown before, and image-aware routing has
+each encoded once (round robin beside it); replicas are killed (-9) and replaced by a rolling update
+under load, and nothing that was acknowledged is lost.
 
 Run: python tests/checks/replicas.py [--replicas 3] [--kills 3] [--model PATH]
 """
@@ -55,7 +55,7 @@ def servers(served: Served) -> list[psutil.Process]:
 
 def _words(process: psutil.Process) -> list[str]:
     try:
-        return process.cmdline()
+        return list(process.cmdline())
     except psutil.Error:
         return []
 
