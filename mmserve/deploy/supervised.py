@@ -20,8 +20,12 @@ def _hold() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def main() -> None:
+def leash() -> None:
     threading.Thread(target=_hold, name="leash", daemon=True).start()
+
+
+def main() -> None:
+    leash()
     runpy.run_module("mmserve", run_name="__main__", alter_sys=True)
 
 

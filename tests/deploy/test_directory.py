@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from mmserve.deploy.asked import Asked
 from mmserve.deploy.directory import STALE_S, Directory, Facts
 
 NAMES = ("a", "b", "c")
+EMPTY: Mapping[str, float] = {}
 
 
 class Clock:
@@ -21,7 +23,9 @@ class Clock:
         return self.now
 
 
-def known(*unready: str, clock: Clock | None = None, **loads: float) -> Directory:
+def known(
+    *unready: str, clock: Clock | None = None, loads: Mapping[str, float] = EMPTY
+) -> Directory:
     clock = clock or Clock()
     directory = Directory(clock)
     directory.learn(
@@ -77,10 +81,10 @@ def test_several_pictures_go_where_most_of_them_were_seen() -> None:
 
 
 def test_what_was_seen_stays_there_while_load_is_bearable() -> None:
-    directory = known(a=3.0)
+    directory = known(loads={"a": 3.0})
     directory.remember(picture(1), "a")
     assert first(directory, picture(1)) == "a"
-    directory = known(a=50.0)
+    directory = known(loads={"a": 50.0})
     directory.remember(picture(1), "a")
     assert first(directory, picture(1)) != "a"
 
@@ -100,7 +104,7 @@ def test_without_a_picture_a_conversation_goes_by_what_its_client_calls_it() -> 
 def test_everybody_ready_is_asked_at_most_once(
     loads: dict[str, float], digests: list[str], home: str | None
 ) -> None:
-    directory = known(**loads)
+    directory = known(loads=loads)
     found = directory.candidates(Asked(home=home, digests=tuple(digests)))
     assert sorted(each.name for each in found) == list(NAMES)
 
