@@ -18,13 +18,14 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
-from mmserve.deploy.directory import STALE_S, Directory, Facts
+from mmserve.deploy.directory import Directory, Facts
 from mmserve.deploy.launch import Launch
 from mmserve.deploy.process import ServerEndedError, ServerProcess
 from mmserve.deploy.proxy import Proxy
 from mmserve.deploy.scaling import QUEUE_S, VISION_USE, desired_replicas
 
 NAME = "mmserve"
+STALE_S = 5.0  # without a word a replica is taken to be gone
 TELL_S = 1.0  # between two words of a replica, and two looks of a router
 MANY = 100_000  # requests and sockets at once; replicas say when it is enough
 NOTHING: dict[str, Any] = {"num_cpus": 0}
@@ -36,6 +37,7 @@ class Reports:
 
     def __init__(self) -> None:
         self._facts: dict[str, Facts] = {}
+        self._since = time.monotonic()
 
     async def tell(self, facts: Facts) -> None:
         self._facts[facts.name] = replace(facts, at=time.monotonic())
@@ -43,9 +45,12 @@ class Reports:
     async def forget(self, name: str) -> None:
         self._facts.pop(name, None)
 
-    async def all(self) -> list[Facts]:
-        """`at`: how long ago each was told, as clocks of machines differ."""
+    async def all(self) -> list[Facts] | None:
+        """`at`: how long ago each was told, as clocks of machines differ. None until every replica
+        has had the time to tell."""
         now = time.monotonic()
+        if now < self._since + 3 * TELL_S:
+            return None
         self._facts = {n: each for n, each in self._facts.items() if now - each.at < STALE_S}
         return [replace(each, at=now - each.at) for each in self._facts.values()]
 
@@ -109,9 +114,10 @@ class Router:
     async def _look(self) -> None:
         while True:
             with contextlib.suppress(Exception):  # it is being started anew
-                facts: list[Facts] = await self._reports.all.remote()
+                facts: list[Facts] | None = await self._reports.all.remote()
                 now = time.time()
-                self._directory.learn(replace(each, at=now - each.at) for each in facts)
+                if facts is not None:  # else those that were known are better than none
+                    self._directory.learn(replace(each, at=now - each.at) for each in facts)
             await asyncio.sleep(TELL_S)
 
 
@@ -128,7 +134,7 @@ def _replicas(launch: Launch) -> Any:
         name="replicas",
         max_ongoing_requests=MANY,
         logging_config=QUIET,
-        max_surge_percent=100,  # the new version is up before the old one drains
+        max_surge_percent=1,  # one more at a time: a new one is up before an old one drains
         health_check_period_s=1,
         graceful_shutdown_timeout_s=launch.drain_s + 20,
         graceful_shutdown_wait_loop_s=TELL_S,

@@ -16,7 +16,6 @@ from mmserve.deploy.asked import Asked
 from mmserve.routing.rendezvous import LIMIT, Rendezvous, load_weights
 
 SEEN = 200_000  # pictures and beginnings whose replicas are remembered
-STALE_S = 5.0  # without a word a replica is taken to be gone
 CALMING = 0.3  # share of the newest report in what a load is taken to be
 
 
@@ -59,12 +58,8 @@ class Directory:
         self._failed[name] = self._now()
 
     def reachable(self) -> list[Facts]:
-        now = self._now()
-        return [
-            each
-            for each in self._facts.values()
-            if each.at + STALE_S > now and each.at > self._failed.get(each.name, 0.0)
-        ]
+        every = self._facts.values()
+        return [each for each in every if each.at > self._failed.get(each.name, 0.0)]
 
     def ready(self) -> list[Facts]:
         return [each for each in self.reachable() if each.ready]

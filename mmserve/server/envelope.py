@@ -22,6 +22,7 @@ from mmserve.server.wire import ClientGoneError, new_id
 
 MULTIPART_OVERHEAD = 64 * 1024  # bytes around a file in a form
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # that a client may choose
+PROBES = frozenset({"/health", "/health/live", "/metrics"})  # asked every second, by machines
 CLIENT_CLOSED_REQUEST = 499  # for the log and the metrics only; nobody is there to read it
 
 access_log = logging.getLogger("mmserve.access")
@@ -119,4 +120,7 @@ class Envelope:
             "owner": scope.get("mmserve.owner"),
         }
         line = "%(method)s %(path)s %(status)d %(ms).1f ms %(request_id)s"
-        access_log.info(line, fields, extra={"fields": fields})
+        quiet = scope["path"] in PROBES and exchange.status == 200
+        access_log.log(
+            logging.DEBUG if quiet else logging.INFO, line, fields, extra={"fields": fields}
+        )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmserve.deploy.asked import Asked
-from mmserve.deploy.directory import STALE_S, Directory, Facts
+from mmserve.deploy.directory import Directory, Facts
 
 NAMES = ("a", "b", "c")
 EMPTY: Mapping[str, float] = {}
@@ -54,7 +54,7 @@ def test_one_that_drains_is_asked_for_what_it_keeps_only() -> None:
     assert [each.name for each in directory.calmest()] == ["a", "c"]
 
 
-def test_a_silent_or_unreachable_replica_is_passed_over_until_it_speaks() -> None:
+def test_an_unreachable_replica_is_passed_over_until_it_speaks_and_a_missing_one_is_gone() -> None:
     clock = Clock()
     directory = known(clock=clock)
     directory.failed("b")
@@ -62,8 +62,8 @@ def test_a_silent_or_unreachable_replica_is_passed_over_until_it_speaks() -> Non
     clock.now += 1
     directory.learn(Facts(name, "", True, 0.0, clock.now) for name in NAMES)
     assert len(directory.ready()) == 3
-    clock.now += STALE_S
-    assert not directory.ready()
+    directory.learn([Facts("c", "", True, 0.0, clock.now)])
+    assert [each.name for each in directory.ready()] == ["c"]
 
 
 def test_pictures_are_spread_and_each_stays() -> None:

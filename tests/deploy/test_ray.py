@@ -31,7 +31,7 @@ def test_a_killed_replicas_conversation_goes_on_elsewhere_and_another_replica_co
             (victim,) = (each for each in servers(served) if home in each.cmdline())
             victim.kill()
             second = ask("And now?", previous_response_id=first.id)
-            assert second.status == "completed" and home not in second.id
+            assert second.output_text and home not in second.id
             assert client.responses.retrieve(first.id).output_text == first.output_text
         until(lambda: count(served) == 2, "another replica")
         assert not any(home in each.cmdline() for each in servers(served))
