@@ -94,7 +94,7 @@ def _serve(args: argparse.Namespace) -> None:
             with own_place(server.data_dir / "replicas") as own:
                 run(server, own)
     except CannotStoreError as error:
-        if args.data_dir or args.database_url:
+        if args.data_dir or args.database_url or args.replica:
             raise
         print(f"mmserve keeps nothing over a restart: {error}", file=sys.stderr)
         run(dataclasses.replace(server, data_dir=None), None)
