@@ -23,6 +23,7 @@ from mmserve.engine_flags import (
     add_engine_flags,
     add_image_flags,
     add_parallel_flags,
+    add_stage_flags,
     add_tier_flags,
     engine_config,
     tier_config,
@@ -33,6 +34,7 @@ from mmserve.kv_command import add_kv_commands
 from mmserve.load_flags import add_load_flags, with_load
 from mmserve.places import own_place
 from mmserve.plan.command import add_plan_command
+from mmserve.stages.command import add_stage_command, staged
 from mmserve.train_command import add_train_command
 from mmserve.vision_command import add_vision_command
 
@@ -85,7 +87,8 @@ def _serve(args: argparse.Namespace) -> None:
         )
         engine = dataclasses.replace(engine, tensor_parallel_size=args.tensor_parallel_size)
         config = with_load(args, Config(engine, dataclasses.replace(server, faults=faults)))
-        serve(config.server, AsyncEngine(config.engine))
+        with staged(config.engine, args.stages) as staged_engine:
+            serve(config.server, AsyncEngine(staged_engine))
 
     try:
         if server.replica is None or server.data_dir is None:
@@ -282,6 +285,7 @@ def _add_serve_flags(serve: argparse.ArgumentParser) -> None:
     add_image_flags(serve)
     add_tier_flags(serve)
     add_parallel_flags(serve)
+    add_stage_flags(serve)
     add_load_flags(serve)
 
 
@@ -323,6 +327,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_vision_command(commands)
     add_eval_command(commands)
     add_plan_command(commands)
+    add_stage_command(commands)
     return parser
 
 

@@ -207,6 +207,22 @@ class SchedulerConfig:
     slo_itl_s: float = 0.0
 
 
+STAGES = ("encode", "prefill")  # that workers may have
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """Workers that may compute parts of prompts for this process: their addresses, as
+    `mmserve.handover.wire` takes them, and the key that they know, too (docs/stages.md)."""
+
+    encode: tuple[str, ...] = ()
+    prefill: tuple[str, ...] = ()
+    key: bytes = b""
+
+    def __bool__(self) -> bool:
+        return bool(self.encode or self.prefill)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -217,6 +233,7 @@ class EngineConfig:
     tiers: TierConfig = field(default_factory=TierConfig)
     speculative: SpecConfig = field(default_factory=SpecConfig)
     tensor_parallel_size: int = 1  # processes that compute the model together, on a GPU each
+    stages: StageConfig = field(default_factory=StageConfig)
     # Seconds in which nothing moves though there is work, before that is reported and the engine
     # started anew; 0: nobody looks.
     watchdog_s: float = 60.0

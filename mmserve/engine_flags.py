@@ -145,6 +145,17 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_stage_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stages",
+        type=flags.stages,
+        default=(),
+        metavar="KIND=WHERE,…",
+        help="workers that may compute parts of prompts: kinds are encode and prefill; where is a "
+        "number of processes, cpu, cuda:N, or host:port of an `mmserve stage` (docs/stages.md)",
+    )
+
+
 def add_tier_flags(parser: argparse.ArgumentParser) -> None:
     tiers = parser.add_argument_group("KV that has no room in the pools (docs/sessions.md)")
     tiers.add_argument(

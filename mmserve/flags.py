@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mmserve.config import CacheConfig, SpecConfig
+from mmserve.config import STAGES, CacheConfig, SpecConfig
 
 
 def budget(text: str) -> int:
@@ -140,6 +140,20 @@ def speculation(text: str) -> SpecConfig:
         return SpecConfig(**values)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def stages(text: str) -> tuple[tuple[str, str], ...]:
+    """`encode=1,prefill=cuda:1,prefill=10.0.0.2:9000`: kinds of workers, and where each is."""
+    made = []
+    for part in text.split(","):
+        kind, _, place = part.strip().partition("=")
+        if kind not in STAGES or not re.fullmatch(r"[1-9]\d?|cpu|cuda:\d+|[^/:=]+:\d+", place):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not such as encode=1, prefill=cpu, prefill=cuda:1 or "
+                "prefill=10.0.0.2:9000"
+            )
+        made.append((kind, place))
+    return tuple(made)
 
 
 def file(text: str) -> Path:

@@ -90,6 +90,7 @@ class Metrics:
         self._add_cold()
         self._add_tiers()
         self._add_drafts()
+        self._add_stages()
 
     def _add_pages(self) -> None:
         usage = Gauge(
@@ -195,6 +196,31 @@ class Metrics:
             "spec_decode_seconds_saved",
             "By steps with drafts, as plain steps of as many sequences were measured to take",
         )
+
+    def _add_stages(self) -> None:
+        self._stage_choices = self._labelled(
+            Counter, "stage_choices", "New requests by who computes their prompts", "stage"
+        )
+        self._stage_jobs = self._labelled(
+            Counter, "stage_jobs", "Jobs of stage workers, by how they ended", "stage", "end"
+        )
+        self._stage_bytes = self._labelled(
+            Counter, "stage_moved_bytes", "KV that came from stage workers", "stage"
+        )
+        self._stage_seconds = self._labelled(
+            Counter, "stage_seconds", "From asking a stage worker to its end, all jobs", "stage"
+        )
+
+    def stage_chosen(self, stage: str) -> None:
+        """local | encode | prefill."""
+        self._stage_choices.labels(stage).inc()
+
+    def stage_ended(self, kind: str, how: str, seconds: float) -> None:
+        self._stage_jobs.labels(kind, how).inc()
+        self._stage_seconds.labels(kind).inc(seconds)
+
+    def stage_moved(self, kind: str, num_bytes: int) -> None:
+        self._stage_bytes.labels(kind).inc(num_bytes)
 
     def drafted(self, drafter: str, images: bool, tokens: int, right: int) -> None:
         """A draft was checked; `images`: with some in its context."""

@@ -13,8 +13,9 @@ import pytest
 
 from mmserve import __version__
 from mmserve.__main__ import build_parser, data_dir
-from mmserve.config import MIB, EngineConfig, SpecConfig, TierConfig
+from mmserve.config import MIB, EngineConfig, SpecConfig, StageConfig, TierConfig
 from mmserve.engine_flags import engine_config, tier_config
+from mmserve.stages.command import KEY, staged
 from tests.model import families
 
 
@@ -86,6 +87,23 @@ def test_flags_reach_their_place_in_the_tree() -> None:
     assert config.scheduler.max_num_seqs == 7
     assert config.scheduler.max_num_batched_tokens == 99
     assert config.images.max_images == 5
+
+
+def test_stages_are_counted_placed_or_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "encode=2,prefill=cuda:1,prefill=10.0.0.2:9000"
+    args = build_parser().parse_args(["serve", "--stages", words])
+    assert args.stages == (*(("encode", "2"), ("prefill", "cuda:1"), ("prefill", "10.0.0.2:9000")),)
+    for wrong in ("decode=1", "encode", "encode=0", "prefill=gpu", "prefill=/a/b:1"):
+        assert repr(wrong) in refusal(capsys, "serve", "--stages", wrong)
+
+
+def test_workers_elsewhere_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY, raising=False)
+    with pytest.raises(ValueError, match=KEY), staged(EngineConfig(), [("prefill", "a:1")]):
+        pass
+    monkeypatch.setenv(KEY, "open sesame")
+    with staged(EngineConfig(), [("prefill", "a:1")]) as config:
+        assert config.stages == StageConfig(prefill=("a:1",), key=b"open sesame")
 
 
 def test_the_vision_mode_reaches_its_place_in_the_tree() -> None:

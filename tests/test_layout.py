@@ -87,9 +87,12 @@ ALLOWED = {
     "whole_file": set(),
     "kvfile": {"whole_file"},
     "tiers": {"whole_file", "kvfile", "faults"},
+    "handover": {"config", "request", "tiers"},
     "engine": TYPES
     | {"keys", "placed", "sequence", "kernels", "vision", "cache", "scheduler", "model"}
-    | {"kvfile", "tiers", "spec"},
+    | {"kvfile", "tiers", "spec", "handover"},
+    "stages": {"config", "errors", "flags", "engine_flags", "request", "sequence", "cache"}
+    | {"scheduler", "model", "tiers", "handover", "engine"},
     "server": TYPES | {"whole_file"},
     "train_drafter": TYPES | {"vision", "model", "engine", "spec", "whole_file"},
     "train_command": {"config", "flags", "train_drafter"},
@@ -128,6 +131,7 @@ FORBIDDEN = {
     "whole_file": {"*"},
     **dict.fromkeys(("prompt", "tokenizer", "metrics", "scheduler", *BOOKS), {"torch", "numpy"}),
     **dict.fromkeys(("guarded", "hub_prompt"), {"torch", "numpy", "transformers"}),
+    "handover.choice": {"*"},
     "kernels": {"transformers", "timm", "open_clip", "starlette", "uvicorn"},
     "routing": {"torch", "transformers"},
     **dict.fromkeys(("plan.hardware", "plan.traffic", "plan.command"), {"*"}),

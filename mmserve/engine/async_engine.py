@@ -159,6 +159,12 @@ class AsyncEngine:
         return len(self._generations)
 
     @property
+    def stages(self) -> Mapping[str, Any]:
+        """Of workers that may compute parts of prompts, by kind; empty where there are none."""
+        tiers = self._engine.tiers if self._engine is not None else None
+        return tiers.staging.stages.told() if tiers is not None and tiers.staging else {}
+
+    @property
     def metrics(self) -> Metrics:
         return self.engine.metrics
 
@@ -239,11 +245,8 @@ class AsyncEngine:
 
     async def count(self, texts: Sequence[str]) -> list[int]:
         """The tokens of each text by itself."""
-        encode = self.engine.tokenizer.encode
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._workers, lambda: [len(encode(text)) for text in texts]
-        )
+        loop, encode = asyncio.get_running_loop(), self.engine.tokenizer.encode
+        return await loop.run_in_executor(self._workers, lambda: [len(encode(t)) for t in texts])
 
     @counted
     def submit(

@@ -21,8 +21,9 @@ from mmserve.model.shard import Split
 from mmserve.model.weights import Loaded, load, open_named
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Load the model (fetching it the first time) and build an engine around it.
+def build_engine(config: EngineConfig, kind: type[Engine] = Engine) -> Engine:
+    """Load the model (fetching it the first time) and build an engine around it, of this `kind`
+    where one process computes all of it.
 
     What can be refused before a public checkpoint's weights are read is refused then.
     """
@@ -38,13 +39,13 @@ def build_engine(config: EngineConfig) -> Engine:
         config = dataclasses.replace(config, model=model)
     dtype = resolve_dtype(model.dtype, device, stock=not native)
     if native:
-        return parallel_engine(config, load_part) if parallel else Engine(config, load(model))
+        return parallel_engine(config, load_part) if parallel else kind(config, load(model))
     checkpoint = open_named(model)
     held = dtype + config.cache.formats
     border = build_border(checkpoint, config, dtype=held)
     if parallel:
         return parallel_engine(config, load_part, border)
-    return Engine(config, load(model, pools, checkpoint), border)
+    return kind(config, load(model, pools, checkpoint), border)
 
 
 def load_part(config: EngineConfig, split: Split) -> Loaded:

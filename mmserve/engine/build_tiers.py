@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from typing import get_args
 
 import torch
 
@@ -15,6 +16,9 @@ from mmserve.config import EngineConfig
 from mmserve.engine.kv_objects import KVObjects
 from mmserve.engine.kv_tiers import KVTiers
 from mmserve.engine.model_runner import ModelRunner
+from mmserve.engine.staging import Staging, refuse
+from mmserve.handover.stages import Stages
+from mmserve.handover.wire import Kind
 from mmserve.metrics import Metrics
 from mmserve.scheduler.scheduler import Scheduler
 from mmserve.tiers.cost import Costs
@@ -38,8 +42,8 @@ def build_tiers(
     metrics: Metrics,
     costs: Costs,
 ) -> KVTiers | None:
-    """None where nothing is kept below the pools, or no process has all of it. Raises
-    `ObjectStoreError`, or `OSError` for a folder that cannot be used."""
+    """None where nothing is kept below the pools or comes from elsewhere, or no process has all of
+    it. Raises `ObjectStoreError`, or `OSError` for a folder that cannot be used."""
     config, pinned = whole.tiers, runner.device.type == "cuda"
     if runner.team.ranks > 1:
         if config.folder is not None and config.disk_bytes:
@@ -52,7 +56,7 @@ def build_tiers(
     if config.folder is not None and config.disk_bytes:
         folder = Folder(config.folder, owner, pinned=pinned)
     store = ObjectStore(config.object_store) if config.object_store else None
-    if not host_bytes and folder is None and store is None:
+    if not host_bytes and folder is None and store is None and not whole.stages:
         return None
     stack = TierStack(
         owner,
@@ -69,6 +73,14 @@ def build_tiers(
         costs.byte_s["disk"] = seconds
     objects = KVObjects(owner, runner.text, runner.vision)
     tiers = KVTiers(stack, scheduler.holdings, objects, costs)
+    if whole.stages:
+        kinds: list[Kind] = [kind for kind in get_args(Kind) if getattr(whole.stages, kind)]
+        refuse(kinds, scheduler)
+        device = runner.device
+        if device.type == "cuda":  # others' threads have another current one
+            device = torch.device("cuda", torch.cuda.current_device())
+        stages = Stages(whole.stages, owner, device, metrics)
+        tiers.staging = Staging(stages, tiers.lifter, scheduler, costs, metrics)
     scheduler.lift = tiers.lifter.lift
     stack.make_ready(tiers.lifter.run_bytes)
     return tiers

@@ -36,7 +36,7 @@ from mmserve.engine.kv_transfer import KVTransfer, identity_of
 from mmserve.engine.live import Live, Row
 from mmserve.engine.live_beams import begin
 from mmserve.engine.meter import board_meter, step_work
-from mmserve.engine.model_runner import ModelRunner
+from mmserve.engine.model_runner import Logits, ModelRunner
 from mmserve.engine.sampler import Drawn, SampledToken, Sampler, SamplingState
 from mmserve.engine.taps import Heard
 from mmserve.kvfile.file import KVFile
@@ -89,11 +89,11 @@ class Engine:
         self.border = border = border or build_border(loaded, config, dtype=dtype)
         self.tokenizer, self.template, self.pipeline, self.least_image_tokens = border[:4]
         owner = Owner(self.kv.identity, self._compatible)
-        parts, costs = (self.runner, self.scheduler, self.metrics), Costs()
-        self.tiers = build_tiers(config, owner, *parts, costs)
+        parts, self.costs = (self.runner, self.scheduler, self.metrics), Costs()
+        self.tiers = build_tiers(config, owner, *parts, self.costs)
         tier_of = self.tiers.image_tier if self.tiers is not None else lambda key: None
-        cold = build_cold(config, *parts, costs, tier_of)
-        self._figures = Figures(self.metrics, self.scheduler, self.tiers, costs)
+        cold = build_cold(config, *parts, self.costs, tier_of)
+        self._figures = Figures(self.metrics, self.scheduler, self.tiers, self.costs)
         self._live: dict[str, Live] = {}
         of = self.runner, self.scheduler.holdings, self.pipeline, self.metrics
         self._images = ImageSteps(*of, self._live, self._finish, tier_of, cold)
@@ -244,7 +244,7 @@ class Engine:
         if batch.images:
             for chunk in batch.chunks:
                 self._live[chunk.seq.id].clock.schedule(started)
-        self.num_launched += 1
+        self.num_launched, runner = self.num_launched + 1, self.runner
         self._faults.at("engine.launch")
         batch = self._images.ahead(batch)
         for job in batch.images:
@@ -257,9 +257,9 @@ class Engine:
         batch.chunks = [c for c in batch.chunks if not c.seq.finished]
         previous = self._flight.drawn.tokens if self._flight else None
         if batch.copies:
-            self.runner.copy(batch.copies)
-        logits = self.runner.run(batch, previous)
-        self.runner.trim()
+            runner.copy(batch.copies)
+        logits = self._compute(batch, previous)
+        runner.trim()
         self.metrics.vision_kv_writes.inc(sum(len(chunk.images) for chunk in batch.chunks))
         for chunk in batch.chunks:
             self.scheduler.advance(chunk)
@@ -267,8 +267,7 @@ class Engine:
         for seq in self.scheduler.ended_prefills():
             self._finish(self._live[seq.id], FinishReason.STOP)
         if logits is None:
-            nothing = Drawn.nothing(self.runner.device)
-            return Flight(batch, [], [], nothing, started, self.runner.heard)
+            return Flight(batch, [], [], Drawn.nothing(runner.device), started, runner.heard)
         lives = [self._live[chunk.seq.id].row(chunk.seq) for chunk in logits.chunks]
         if any(live.matcher and live.seq.num_pending for live in lives):
             self._land()  # a grammar has to see a token before it can say what follows
@@ -286,6 +285,9 @@ class Engine:
                 live.launched(row)
         drafted = self.drafting is not None and self.drafting.hears and batch.has_drafts
         return Flight(batch, logits.chunks, lives, drawn, started, self.runner.heard, drafted)
+
+    def _compute(self, batch: Batch, previous: Any) -> Logits | None:
+        return self.runner.run(batch, previous)
 
     def _land(self) -> None:
         """Wait for the step in the air, if any, and hand out its tokens."""

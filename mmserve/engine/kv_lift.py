@@ -52,8 +52,8 @@ class Lifter:
     ) -> None:
         self._stack, self._holdings, self._objects = stack, holdings, objects
         self._costs = costs
-        self._seed = objects.owner.seed
-        self._run_tokens = RUN_PAGES * holdings.page_size
+        self.seed = objects.owner.seed
+        self.run_tokens = RUN_PAGES * holdings.page_size
         self._names: dict[str, tuple[list[Hashable], list[bytes]]] = {}  # by request
         self._fetched: dict[str, Fetch] = {}
         self.lifted = Lifted()
@@ -66,19 +66,30 @@ class Lifter:
         end = 0
         if self._holdings.radix is not None:
             known = self._holdings.reach(seq)
-            names = self._run_names(seq)
-            for name in names[known // self._run_tokens :]:
+            names = self.names(seq)
+            for name in names[known // self.run_tokens :]:
                 tier = self._stack.where(name)
                 if tier is None:
                     break
-                text.append(Wish(name, tier, self.run_bytes, self._run_tokens))
-            end = max(known, known // self._run_tokens * self._run_tokens + _tokens(text))
+                text.append(Wish(name, tier, self.run_bytes, self.run_tokens))
+            end = max(known, known // self.run_tokens * self.run_tokens + _tokens(text))
         images = []
         for placed in self._absent(seq, end):
-            name = image_name(self._seed, placed.key)
+            name = image_name(self.seed, placed.key)
             if tier := self._stack.where(name):
-                images.append(Wish(name, tier, self._image_bytes(placed), placed.num_stored))
+                images.append(Wish(name, tier, self.image_bytes(placed), placed.num_stored))
         return text, images
+
+    def known(self, seq: Seq) -> int:
+        """Its text tokens that are in the pools, or in a tier behind those."""
+        text, _ = self.lacks(seq)
+        reach = self._holdings.reach(seq)
+        return max(reach, reach // self.run_tokens * self.run_tokens + _tokens(text))
+
+    def unheld(self, seq: Seq, start: int) -> list[PlacedImage]:
+        """Images that rows from text token `start` on need, and neither pools nor tiers have."""
+        absent = self._absent(seq, start)
+        return [p for p in absent if self._stack.where(image_name(self.seed, p.key)) is None]
 
     def hand(self, request_id: str, fetch: Fetch) -> None:
         """What comes, or has come, for a request."""
@@ -88,11 +99,11 @@ class Lifter:
         self._fetched.pop(request_id, None)
         self._names.pop(request_id, None)
 
-    def _run_names(self, seq: Seq) -> list[bytes]:
+    def names(self, seq: Seq) -> list[bytes]:
         """Of a sequence's whole runs; kept until it is admitted."""
         keys, names = self._names.get(seq.id, (None, []))
         if keys is not seq.keys:  # else they are laid out anew
-            names = run_names(self._seed, seq.keys, self._run_tokens)
+            names = run_names(self.seed, seq.keys, self.run_tokens)
             self._names[seq.id] = (seq.keys, names)
         return names
 
@@ -108,7 +119,7 @@ class Lifter:
         groups = self._holdings.text_groups
         return self._objects.owner.num_bytes(Parts("text", 0, tuple((g, every) for g in groups)))
 
-    def _image_bytes(self, placed: PlacedImage) -> int:
+    def image_bytes(self, placed: PlacedImage) -> int:
         every = tuple(range(self._holdings.pages_for(placed.num_stored)))
         groups = self._holdings.image_groups
         return self._objects.owner.num_bytes(Parts("image", 0, tuple((g, every) for g in groups)))
@@ -138,8 +149,8 @@ class Lifter:
                 self._lift_text(seq, radix, reach)
         except RuntimeError as error:
             return logger.warning("an object of KV found no memory: %s", error)
-        known = radix.find(seq.keys).num_tokens // self._run_tokens
-        for name in self._run_names(seq)[:known]:
+        known = radix.find(seq.keys).num_tokens // self.run_tokens
+        for name in self.names(seq)[:known]:
             self._fetched[seq.id].drop(name)
 
     def lift(self, seq: Seq) -> bool:
@@ -168,13 +179,13 @@ class Lifter:
     def _reach(self, seq: Seq, radix: RadixCache) -> int:
         """Tokens of text, in whole pages, that it might find with what is at hand; 0 where that is
         no more than it would find anyway."""
-        names, size = self._run_names(seq), self._holdings.page_size
+        names, size = self.names(seq), self._holdings.page_size
         limit = (len(seq.keys) - 1) // size * size
         known = radix.find(seq.keys).num_tokens
-        run = known // self._run_tokens
+        run = known // self.run_tokens
         while run < len(names) and self._at_hand(seq, names[run]):
             run += 1
-        reach = min(max(known, run * self._run_tokens), limit)
+        reach = min(max(known, run * self.run_tokens), limit)
         return reach if reach > self._holdings.reach(seq) else 0
 
     def _lift_text(self, seq: Seq, radix: RadixCache, reach: int) -> bool:
@@ -199,7 +210,7 @@ class Lifter:
         firsts = self._holdings.window_texts(seq, end * self._holdings.page_size)
         if firsts is None:
             return None
-        names = self._run_names(seq)
+        names = self.names(seq)
         wanted: dict[int, dict[int, KVObject]] = {}
         items: dict[int, KVObject | None] = {}
         for number, group in enumerate(self._holdings.text_groups):
@@ -273,7 +284,7 @@ class Lifter:
     def _lift_images(self, seq: Seq, start: int) -> bool:
         """Those that rows from text token `start` on need; False where there was no room."""
         absent = self._absent(seq, start)
-        names = [image_name(self._seed, placed.key) for placed in absent]
+        names = [image_name(self.seed, placed.key) for placed in absent]
         pairs = zip(absent, (self._at_hand(seq, name) for name in names), strict=True)
         at_hand = [(placed, item) for placed, item in pairs if item is not None]
         if not at_hand:

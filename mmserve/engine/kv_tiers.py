@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from mmserve.cache.radix_node import HOLE, RadixNode
 from mmserve.engine.kv_lift import Lifter
 from mmserve.engine.kv_objects import KVObjects
+from mmserve.engine.staging import Staging
 from mmserve.kvfile.header import Kind
 from mmserve.scheduler.holdings import Holdings
 from mmserve.sequence import Sequence as Seq
@@ -82,6 +83,9 @@ class KVTiers:
         self._waiting: dict[str, Waiting] = {}
         self._left: deque[Left] = deque(maxlen=MOST_LEFT)
         self._credit = 0  # bytes that may be copied; an object may take more than there are
+        self.staging: Staging | None = None  # who may compute what no tier has
+        if not stack.keeps:
+            return
         if holdings.radix is not None:
             holdings.radix.on_evict = self._keep_text
         for g in holdings.image_groups:
@@ -236,13 +240,24 @@ class KVTiers:
         deep = [wish for wish in (*text, *images) if wish.tier != "host"]
         tokens = sum(w.num_tokens for w in text), sum(w.num_tokens for w in images)
         if not deep or not self.costs.worth(sizes, *tokens):
-            return False
+            return self._send_away(seq)
         fetch = self.stack.fetch([wish.name for wish in deep])
         self.lifter.hand(seq.id, fetch)
         now, compute = self._clock(), self.costs.compute_s(*tokens)
         patience = MOST_WAIT_S if compute is None else min(max(compute, LEAST_WAIT_S), MOST_WAIT_S)
         deep_sizes = {tier: size for tier, size in sizes.items() if tier != "host"}
         self._waiting[seq.id] = Waiting(seq, fetch, now, now + patience, deep_sizes)
+        return True
+
+    def _send_away(self, seq: Seq) -> bool:
+        """Whether it waits for what another process computes."""
+        found = self.staging.ask(seq) if self.staging is not None else None
+        if found is None:
+            return False
+        fetch, patience = found
+        self.lifter.hand(seq.id, fetch)
+        now = self._clock()
+        self._waiting[seq.id] = Waiting(seq, fetch, now, now + patience, {})
         return True
 
     def ready(self) -> list[Seq]:
@@ -269,6 +284,8 @@ class KVTiers:
 
     def close(self) -> None:
         """Copy what has been left, and wait until it is written; not for long."""
+        if self.staging is not None:
+            self.staging.close()
         until = self._clock() + CLOSE_S
         while self._left and self._clock() < until:
             self._credit = COPY_BYTES

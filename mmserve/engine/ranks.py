@@ -64,6 +64,7 @@ def refuse(config: EngineConfig) -> None:
         "--vision-kv-cold-dtype": config.cache.cold_format is not None,
         "--host-kv-bytes": bool(config.tiers.host_bytes),
         "--kv-object-store": config.tiers.object_store is not None,
+        "--stages": bool(config.stages),
         "--dtype int8": config.model.dtype == "int8",
     }
     for flag, given in reasons.items():

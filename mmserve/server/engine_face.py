@@ -85,6 +85,10 @@ class EngineFace(Protocol):
         """Generations that have not ended, those that wait included."""
 
     @property
+    def stages(self) -> Mapping[str, Any]:
+        """Workers that may compute parts of prompts, by kind; empty where there are none."""
+
+    @property
     def metrics(self) -> MetricsFace: ...
     async def start(self) -> None: ...
     async def stop(self) -> None: ...

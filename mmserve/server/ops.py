@@ -72,9 +72,10 @@ async def retrieve_model(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """GET /health: 200 only while generations can start."""
-    status = services_of(request).status()
+    services = services_of(request)
+    status, stages = services.status(), services.engine.stages
     if status == "ok":
-        return JSONBody({"status": status})
+        return JSONBody({"status": status, **({"stages": stages} if stages else {})})
     headers = {"retry-after": str(RETRY_AFTER_S[503])}
     return JSONBody({"status": status}, status_code=503, headers=headers)
 

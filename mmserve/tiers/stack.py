@@ -137,6 +137,11 @@ class TierStack:
         return self._folder is not None or self._store is not None
 
     @property
+    def keeps(self) -> bool:
+        """Whether there is any tier."""
+        return bool(self._host.budget) or self.goes_deep
+
+    @property
     def is_behind(self) -> bool:
         """Whether the writer has as much to do as it may."""
         return self._sinking_bytes >= QUEUE_BYTES

@@ -219,6 +219,10 @@ class FakeEngine:
     def num_running(self) -> int:
         return len(self.running)
 
+    @property
+    def stages(self) -> dict[str, Any]:
+        return {}
+
     def shrink(self) -> None:
         self.num_shrunk += 1
 

@@ -133,7 +133,7 @@ SCHEMAS: dict[str, Schema] = {
     "Limits": _LIMITS,
     "Model": _MODEL,
     "ModelList": listed(ref("Model")),
-    "Health": said({"status": STRING}),
+    "Health": said({"status": STRING}, {"stages": {"type": "object"}}),
     "Version": said({"version": STRING}, {"model": STRING, "limits": ref("Limits")}),
     "File": _FILE,
     "FileList": listed(ref("File"), PAGED),
