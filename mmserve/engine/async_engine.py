@@ -126,6 +126,8 @@ class AsyncEngine:
             tool_format=engine.template.tool_format,
             vision_mode=engine.runner.mode.name,
             blend_tokens=engine.runner.mode.head,
+            image_details=engine.border.image_details,
+            image_crops=engine.border.image_crops,
         )
         if self.config.watchdog_s:
             self._watching = loop.create_task(self._watch(self.config.watchdog_s))

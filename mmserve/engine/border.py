@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from mmserve.config import EngineConfig
@@ -81,13 +82,17 @@ class Template(Protocol):
 
 class Border(NamedTuple):
     """Needs no engine, nor a public checkpoint's weights. `least_image_tokens`: what an image takes
-    at least, known before it is looked at. `sampling`: what a request gets if it says nothing."""
+    at least, known before it is looked at. `sampling`: what a request gets if it says nothing.
+    `image_details`: the tokens of a whole image by the detail asked for, where that makes a
+    difference; `image_crops`: how large ones are cut up."""
 
     tokenizer: Tokenizer
     template: Template
     pipeline: Pipeline
     least_image_tokens: int
     sampling: SamplingParams
+    image_details: Mapping[str, int] = MappingProxyType({})
+    image_crops: Mapping[str, int] | None = None
 
 
 def build_border(model: Loaded | Checkpoint, config: EngineConfig, *, dtype: str) -> Border:
@@ -114,19 +119,23 @@ def _native(loaded: LoadedModel, config: EngineConfig, dtype: str) -> Border:
         image_prefix=spec.image_prefix,
         image_suffix=spec.image_suffix,
     )
-    num_tokens = spec.image_tokens(config.model.image_max_tokens)
+    most = config.model.image_max_tokens
+    num_tokens, crops = spec.image_tokens(most), spec.image_crops(most)
     pipeline = VisionPipeline(
         build_decoder(config.images, config.decoding),
         size=spec.image_size,
         num_tokens=num_tokens,
-        crops=spec.image_crops(config.model.image_max_tokens),
+        crops=crops,
         settings_id=fingerprint(
             ("weights", spec.weights_id),
             ("dtype", dtype.encode()),
             ("size", str(spec.image_size).encode()),
         ),
     )
-    return Border(tokenizer, template, pipeline, min(num_tokens.values()), GREEDY)
+    details = num_tokens if crops or len({*num_tokens.values()}) > 1 else {}
+    least = min(num_tokens.values())
+    cut = None if crops is None else dataclasses.asdict(crops)
+    return Border(tokenizer, template, pipeline, least, GREEDY, details, cut)
 
 
 def _of_checkpoint(checkpoint: Checkpoint, config: EngineConfig, dtype: str) -> Border:

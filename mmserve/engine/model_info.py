@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mmserve.config import ImageLimits
 from mmserve.engine.border import GREEDY
@@ -21,3 +22,6 @@ class ModelInfo:
     tool_format: ToolFormat | None = HERMES  # None: it cannot be told of tools
     vision_mode: str = "isolated"
     blend_tokens: int | None = None  # in blend mode
+    # Of an image that is seen whole, by the detail asked for; empty where that makes no difference.
+    image_details: Mapping[str, int] = field(default_factory=dict)
+    image_crops: Mapping[str, int] | None = None  # how large images are cut up, if they are

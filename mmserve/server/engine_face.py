@@ -54,6 +54,15 @@ class ModelInfo(Protocol):
     def blend_tokens(self) -> int | None:
         """In blend mode: how many of an image's first tokens have seen it."""
 
+    @property
+    def image_details(self) -> Mapping[str, int]:
+        """Visual tokens of an image that is seen whole, by the detail asked for; empty where that
+        makes no difference."""
+
+    @property
+    def image_crops(self) -> Mapping[str, int] | None:
+        """`above` which side in pixels an image is cut up into `most` pieces, if it is."""
+
 
 class Generation(Protocol):
     """One submitted request: its events end with one that has a finish reason."""

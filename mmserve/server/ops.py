@@ -41,6 +41,10 @@ def model_json(services: Services) -> dict[str, Any]:
     vision: dict[str, Any] = {"vision_mode": info.vision_mode} if info.image_tokens else {}
     if vision and info.blend_tokens is not None:
         vision["blend_tokens"] = info.blend_tokens
+    if info.image_details:
+        vision["image_details"] = dict(info.image_details)
+    if info.image_crops is not None:
+        vision["image_crops"] = dict(info.image_crops)
     return {
         "id": info.name,
         "object": "model",

@@ -97,6 +97,14 @@ def test_all_details_of_an_image_are_its_and_count_where_it_is_pinned() -> None:
     assert held.num_bytes == pages * pool.shape.page_bytes
 
 
+def test_what_is_cut_up_is_said_with_what_there_is_room_for() -> None:
+    border = driver(ALL - 1).engine.border
+    assert border.image_crops == {"above": CROPS.above, "most": 3}
+    assert border.image_details["high"] == IMAGE_TOKENS
+    plain = Engine(tiny_config(), tiny_model()).border
+    assert not plain.image_details and plain.image_crops is None
+
+
 def test_a_pinned_image_takes_what_all_its_details_do() -> None:
     """Eight pages each, of forty, half of which may be pinned."""
     d = driver()

@@ -66,6 +66,8 @@ class FakeInfo:
     tool_format: ToolFormat | None = HERMES
     vision_mode: str = "isolated"
     blend_tokens: int | None = None
+    image_details: Mapping[str, int] = field(default_factory=dict)
+    image_crops: Mapping[str, int] | None = None
 
 
 class FakeMetrics:

@@ -41,6 +41,12 @@ def test_chat_takes_as_many_image_tokens_as_the_detail(
     assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == tokens
 
 
+def test_a_model_says_what_its_details_take(running: Running) -> None:
+    (model,) = running.http().get("/v1/models").json()["data"]
+    assert model["image_details"] == {detail: tokens for detail, tokens in COUNTS if detail}
+    assert "image_crops" not in model and model["image_tokens"] == NESTED[0]
+
+
 def test_a_stored_turn_keeps_the_detail_of_its_image(running: Running) -> None:
     http = running.http()
     image = {"type": "input_image", "image_url": URL, "detail": "low"}

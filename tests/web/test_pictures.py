@@ -13,6 +13,7 @@ from playwright.sync_api import Locator, expect
 
 from mmserve.prompt import ImagePart
 from tests.server.conftest import Running
+from tests.server.fake_engine import FakeEngine, FakeInfo
 from tests.web.conftest import Tab, picture
 from tests.web.test_conversation import shape_of
 from tests.web.test_look import PHONE, violations
@@ -242,3 +243,25 @@ def test_an_original_is_kept_where_that_is_set(server: Running, visit: Visit) ->
         widths.append(shown.evaluate("image => image.naturalWidth"))
         tab.page.keyboard.press("Escape")
     assert widths[1] == 17_000 > widths[0]
+
+
+def test_a_message_says_how_finely_its_pictures_are_looked_at(
+    launch: Callable[..., Running], visit: Visit
+) -> None:
+    """Where the model has a choice, and while there are pictures; another answer asks as before."""
+    nested = {"auto": 64, "low": 16, "high": 64, "original": 64}
+    server = launch(FakeEngine(FakeInfo(image_details=nested)))
+    tab = visit(server.url)
+    choice = tab.page.get_by_label("Detail of the pictures")
+    expect(choice).to_have_count(0)
+    tab.drop(("red.png", picture("red")))
+    tab.page.wait_for_selector(".tray [data-state=ready]")
+    expect(choice.locator("option")).to_have_text(["Detail: auto", "Detail: low"])
+    choice.select_option("low")
+    tab.answered("What?")
+    tab.page.reload()
+    tab.page.get_by_role("button", name="Another answer").click()
+    tab.page.get_by_text("2/2").wait_for()
+    tab.wait("done")
+    asked = [part.detail for part in server.engine.prompts[-1][-1].parts if isinstance(part, ImagePart)]
+    assert asked == ["low"]

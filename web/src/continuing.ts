@@ -9,10 +9,12 @@ import type { Options } from './options';
 import { requestOptions } from './options';
 import type { FileIds } from './path';
 import { errorOf } from './protocol';
-import type { Usage } from './protocol';
+import type { Detail, Usage } from './protocol';
 import type { Turn } from './store';
 
-type Part = { type: 'text'; text: string } | { type: 'image_url'; image_url: { url: string } };
+type Part =
+  | { type: 'text'; text: string }
+  | { type: 'image_url'; image_url: { url: string; detail?: Detail } };
 
 interface ChatMessage {
   role: 'system' | 'user' | 'assistant';
@@ -55,9 +57,10 @@ export function continueBody(
 }
 
 /** Pictures before text, as in every other request. */
-function partsOf({ pictureIds, text }: Turn, files: FileIds): Part[] {
+function partsOf({ pictureIds, text, detail }: Turn, files: FileIds): Part[] {
   const pictures = pictureIds.map((id): Part => {
-    return { type: 'image_url', image_url: { url: files.get(id) ?? '' } };
+    const url = files.get(id) ?? '';
+    return { type: 'image_url', image_url: detail === undefined ? { url } : { url, detail } };
   });
   return text === '' ? pictures : [...pictures, { type: 'text', text }];
 }

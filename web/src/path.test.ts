@@ -54,6 +54,17 @@ describe('a turn', () => {
     ]);
   });
 
+  it('asks for the detail that was chosen for its pictures, then and when all is sent again', () => {
+    const next: Turn = { ...NEXT, detail: 'low' };
+    const chained = chainBody([], next, FILES).input[0]?.content[0];
+    expect(chained).toMatchObject({ type: 'input_image', detail: 'low' });
+    const first = { ...turn(0, '?', { status: 'done' }, ['p0']), detail: 'high' as const };
+    const details = fullBody([first], next, FILES).input.flatMap(({ content }) =>
+      content.flatMap((part) => (part.type === 'input_image' ? [part.detail] : [])),
+    );
+    expect(details).toEqual(['high', 'low']);
+  });
+
   it('starts a chain when nothing came before', () => {
     expect(chainBody([], NEXT, FILES).previous_response_id).toBeNull();
   });

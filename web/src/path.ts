@@ -12,7 +12,7 @@ import type { CallBody } from './transport';
 export type FileIds = ReadonlyMap<string, string>;
 
 /** What a turn's request is made of; a turn that is not asked yet has no answer. */
-export type Asked = Pick<Turn, 'parentId' | 'text' | 'pictureIds'>;
+export type Asked = Pick<Turn, 'parentId' | 'text' | 'pictureIds' | 'detail'>;
 
 /** The turns above `turn` that its answer builds on; failed ones leave no trace. */
 export function contextOf(turns: readonly Turn[], turn: Asked): Turn[] {
@@ -49,7 +49,7 @@ function userMessage(turn: Asked, files: FileIds): InputMessage {
   const images = turn.pictureIds.map((id) => ({
     type: 'input_image' as const,
     file_id: files.get(id) ?? '',
-    detail: 'auto' as const,
+    detail: turn.detail ?? 'auto',
   }));
   const text = turn.text === '' ? [] : [{ type: 'input_text' as const, text: turn.text }];
   return { role: 'user', content: [...images, ...text] };

@@ -4,6 +4,9 @@
  * Only the fields this page reads are named. Knows nothing of sockets or the page.
  */
 
+/** How finely a picture is looked at. */
+export type Detail = 'auto' | 'low' | 'high';
+
 export interface InputText {
   type: 'input_text';
   text: string;
@@ -12,7 +15,7 @@ export interface InputText {
 export interface InputImage {
   type: 'input_image';
   file_id: string;
-  detail: 'auto';
+  detail: Detail;
 }
 
 export interface OutputText {
@@ -100,6 +103,7 @@ export interface StoredItem {
     type: string;
     text?: string;
     image_url?: string;
+    detail?: string;
     file_id?: string | null;
     sha256?: string;
   }[];
@@ -170,6 +174,8 @@ export interface FileObject {
 export interface ModelObject {
   id: string;
   max_model_len?: number;
+  image_details?: Record<string, number>;
+  image_crops?: { above: number; most: number };
   limits?: Record<string, unknown>;
 }
 

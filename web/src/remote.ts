@@ -7,6 +7,7 @@
 import { newAnswer } from './answer';
 import { ApiFault } from './api';
 import type { Api } from './api';
+import { detailIn } from './detail';
 import { newId } from './ids';
 import { outputText } from './protocol';
 import type { ResponseObject, StoredItem } from './protocol';
@@ -51,6 +52,7 @@ export async function fetchConversation(api: Api, id: string, now: number): Prom
       open.text = [open.text, textOf(item)].filter((text) => text !== '').join('\n');
       const shown = picturesOf(item, conversationId);
       open.pictureIds.push(...shown.map(({ id }) => id));
+      for (const { detail } of item.content ?? []) Object.assign(open, detailIn(detail));
       pictures.push(...shown);
     }
     if (response.status === 'completed' && outputText(response) === null) continue;

@@ -6,6 +6,7 @@
  * store that forgets.
  */
 import type { Answer } from './answer';
+import type { Detail } from './protocol';
 
 /** `leafId`: the last turn of the path that is shown. */
 export interface Conversation {
@@ -17,7 +18,10 @@ export interface Conversation {
   pinned: boolean;
 }
 
-/** A question with one answer. Turns with one `askId` are answers to the same question. */
+/**
+ * A question with one answer. Turns with one `askId` are answers to the same question. `detail`: of
+ * its pictures; as the model does by itself where there is none.
+ */
 export interface Turn {
   id: string;
   conversationId: string;
@@ -26,6 +30,7 @@ export interface Turn {
   createdAt: number;
   text: string;
   pictureIds: string[];
+  detail?: Detail;
   answer: Answer;
 }
 

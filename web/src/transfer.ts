@@ -6,6 +6,7 @@
  */
 import { newAnswer } from './answer';
 import type { Answer, AnswerStatus } from './answer';
+import { detailIn } from './detail';
 import { newId } from './ids';
 import type { Conversation, Picture, Turn } from './store';
 import { pathTo } from './tree';
@@ -144,6 +145,7 @@ function readTurn(turn: Record<string, unknown>, now: number): Turn {
     createdAt: typeof createdAt === 'number' ? createdAt : now,
     text: string(turn['text']),
     pictureIds: list(turn['pictureIds']).map(string),
+    ...detailIn(turn['detail']),
     answer: readAnswer(object(turn['answer']), now),
   };
 }

@@ -5,6 +5,7 @@ Each is closed: what is not described here is not said.
 
 from __future__ import annotations
 
+from mmserve.server.content import DETAILS
 from mmserve.server.files import PURPOSES
 from mmserve.server.openapi import texts
 from mmserve.server.openapi.schema import (
@@ -62,7 +63,12 @@ _MODEL = said(
         ),
         "limits": ref("Limits"),
     },
-    {"vision_mode": words("isolated", "prefix", "blend"), "blend_tokens": COUNT},
+    {
+        "vision_mode": words("isolated", "prefix", "blend"),
+        "blend_tokens": COUNT,
+        "image_details": said(dict.fromkeys(DETAILS, COUNT)),
+        "image_crops": said({"above": COUNT, "most": COUNT}),
+    },
 )
 _FILE = said(
     {

@@ -64,6 +64,8 @@ export const en = {
   readAhead: 'Read ahead: the model knows it already',
   movedPicture: (name: string, place: number, count: number) => `${name}: ${place} of ${count}`,
   camera: 'Take a picture',
+  detail: 'Detail of the pictures',
+  details: { auto: 'Detail: auto', low: 'Detail: low', high: 'Detail: high' },
   shelf: 'Pictures of this chat',
   shelfEmpty: 'The server holds no pictures of this chat yet.',
   loading: 'Loading…',

@@ -66,6 +66,8 @@ export const zh: Dictionary = {
   readAhead: '已提前读取：模型已认识这张图片',
   movedPicture: (name, place, count) => `${name}：第 ${place} 张，共 ${count} 张`,
   camera: '拍照',
+  detail: '图片的精细度',
+  details: { auto: '精细度：自动', low: '精细度：低', high: '精细度：高' },
   shelf: '本对话的图片',
   shelfEmpty: '服务器上还没有本对话的图片。',
   loading: '加载中…',

@@ -1,10 +1,15 @@
-/** A message being written: its text and its pictures, of a new turn or of one being edited. */
+/**
+ * A message being written: its text, its pictures and how finely they are looked at, of a new turn or
+ * of one being edited.
+ */
+import type { Detail } from '../protocol';
 import type { Picture } from '../store';
 import type { Tray } from './tray.svelte';
 
 export interface Written {
   text: string;
   pictures: Picture[];
+  detail: Detail;
   sentAt: number;
 }
 
@@ -12,6 +17,7 @@ const PREFIX = 'mmserve.draft.';
 
 export class Draft {
   sending = $state(false);
+  detail = $state<Detail>('auto');
   private written = $state('');
 
   /** `key` names what is kept over a reload of the tab; null: it is not kept. */
@@ -46,13 +52,14 @@ export class Draft {
   /** Waits for the uploads and empties the draft; null, and nothing is lost, where one failed. */
   async take(): Promise<Written | null> {
     if (!this.sendable) return null;
+    const { detail } = this;
     const text = this.text.trim();
     const sentAt = Date.now();
     this.sending = true;
     this.text = '';
     const pictures = await this.tray.take();
     this.sending = false;
-    if (pictures !== null) return { text, pictures, sentAt };
+    if (pictures !== null) return { text, pictures, detail, sentAt };
     this.text = text;
     return null;
   }

@@ -9,12 +9,13 @@ import type { Answer } from '../answer';
 import { continueBody, goOn, halt } from '../continuing';
 import type { Chunk } from '../continuing';
 import type { Api } from '../api';
+import { detailIn } from '../detail';
 import { Frame } from '../frame';
 import { newId } from '../ids';
 import { chainBody, contextOf, fullBody, isChained } from '../path';
 import { requestOptions } from '../options';
 import type { PictureLimits } from '../pictures';
-import type { ApiError, ResponseEvent } from '../protocol';
+import type { ApiError, Detail, ResponseEvent } from '../protocol';
 import type { Conversation, Picture, Store, Turn } from '../store';
 import { readEvents } from '../sse';
 import type { Call, Transport } from '../transport';
@@ -47,7 +48,7 @@ export interface Editing {
   draft: Draft;
 }
 
-type NewTurn = Pick<Turn, 'parentId' | 'askId' | 'text' | 'pictureIds'>;
+type NewTurn = Pick<Turn, 'parentId' | 'askId' | 'text' | 'pictureIds' | 'detail'>;
 
 const SAVE_MS = 400;
 const STOP_MS = 2000;
@@ -136,17 +137,25 @@ export class Thread {
     const written = await this.draft.take();
     if (written === null) return;
     this.warmer.cancel();
-    const { text, pictures, sentAt } = written;
+    const { text, pictures, detail, sentAt } = written;
     this.album.keep(pictures);
     const parentId = this.leafId;
     const pictureIds = pictures.map(({ id }) => id);
-    await this.add({ parentId, askId: newId(), text, pictureIds }, pictures, sentAt);
+    const asked = { parentId, askId: newId(), text, pictureIds, ...detailIn(detail) };
+    await this.add(asked, pictures, sentAt);
+  }
+
+  /** How finely the pictures of the message being written are looked at. */
+  look(detail: Detail): void {
+    this.draft.detail = detail;
+    this.warmer.soon();
   }
 
   /** Opens a turn's question for writing it anew. */
   edit(turn: Turn): void {
     const draft = new Draft(this.newTray());
     draft.text = turn.text;
+    draft.detail = turn.detail ?? 'auto';
     draft.tray.addKnown(this.album.of(turn.pictureIds));
     this.editing = { turnId: turn.id, draft };
   }
@@ -163,17 +172,19 @@ export class Thread {
     const written = await editing?.draft.take();
     if (turn === undefined || !written) return;
     this.editing = null;
-    const { text, pictures, sentAt } = written;
+    const { text, pictures, detail, sentAt } = written;
     this.album.keep(pictures);
     const { parentId } = turn;
     const pictureIds = pictures.map(({ id }) => id);
-    await this.add({ parentId, askId: newId(), text, pictureIds }, pictures, sentAt);
+    const asked = { parentId, askId: newId(), text, pictureIds, ...detailIn(detail) };
+    await this.add(asked, pictures, sentAt);
   }
 
   /** Another answer to the same question. */
   async regenerate(turn: Turn): Promise<void> {
-    const { parentId, askId, text, pictureIds } = turn;
-    await this.add({ parentId, askId, text, pictureIds }, [], Date.now());
+    const { parentId, askId, text, pictureIds, detail } = turn;
+    const asked = { parentId, askId, text, pictureIds, ...detailIn(detail) };
+    await this.add(asked, [], Date.now());
   }
 
   /** Shows a turn and what was last said after it. */
@@ -361,11 +372,11 @@ export class Thread {
   }
 
   private warming(): Warming | null {
-    const { tray } = this.draft;
+    const { tray, detail } = this.draft;
     const pictures = tray.pictures();
     if (this.running || pictures.length === 0 || !tray.ready) return null;
     const pictureIds = pictures.map(({ id }) => id);
-    const next = { parentId: this.leafId, text: '', pictureIds };
+    const next = { parentId: this.leafId, text: '', pictureIds, ...detailIn(detail) };
     const files = new Map([...this.album.fileIds(), ...fileIdsOf(pictures)]);
     const context = contextOf(this.turns, next);
     const makeBody = isChained(context) ? chainBody : fullBody;
