@@ -68,9 +68,9 @@ class Load:
 
     @cached_property
     def _noise(self) -> npt.NDArray[np.uint8]:
-        """[images, 3, H, W] of a native model."""
+        """[images, 1, 3, H, W] of a native model, each in one piece."""
         pipeline: Any = self.engine.pipeline
-        shape = (_NOISE_IMAGES, 3, pipeline.size, pipeline.size)
+        shape = (_NOISE_IMAGES, 1, 3, pipeline.size, pipeline.size)
         return np.random.default_rng(self.seed).integers(0, 256, shape, dtype=np.uint8)
 
     def text(self, count: int) -> TextSegment:
