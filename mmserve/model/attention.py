@@ -21,6 +21,7 @@ from mmserve.cache.layer_group import LayerGroup
 from mmserve.kernels import reference
 
 NAME = "mmserve"
+WINDOW = "mmserve_window"  # of an attention module whose class knows no windows: tokens it reads
 
 Place = tuple[int, int]  # a layer's group, and its number there
 
@@ -121,7 +122,8 @@ def mmserve_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     layer: Any = module.layer_idx
     if isinstance(step, Probe):
-        return step.note(layer, q, k, sliding_window, softcap)[None], None
+        window: Any = getattr(module, WINDOW, sliding_window)
+        return step.note(layer, q, k, window, softcap)[None], None
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return step.attend(layer, q, k, v, scale, softcap, s_aux)[None], None
 

@@ -27,10 +27,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from mmserve.config import ModelConfig
 from mmserve.model import rope
 from mmserve.model.adapter import WHOLE_IMAGES, Sight
+from mmserve.model.attention import WINDOW
 from mmserve.model.fetch import default_cache_dir, fetch_base_model
 from mmserve.model.lora import merge_lora
 from mmserve.model.shard import Split
-from mmserve.model.spec import ModelSpec, load_spec
+from mmserve.model.spec import ModelSpec, Windows, load_spec
 from mmserve.vision.model import VisionModel
 
 # Named in the converted copy's folder: a new number when the conversion below changes.
@@ -127,7 +128,15 @@ def _language_model(folder: Path, spec: ModelSpec) -> PreTrainedModel:
         raise ValueError(f"{spec.name} states rope_theta {spec.rope_theta}, its weights {theta}")
     if spec.lora is not None:
         merge_lora(lm, _read(spec.lora.file), spec.lora.alpha)
+    if spec.windows is not None:
+        set_windows(lm, spec.windows)
     return lm.eval().requires_grad_(False)
+
+
+def set_windows(lm: Any, windows: Windows) -> None:
+    """Says of each layer what it reads; its own class knows of no windows."""
+    for number, layer in enumerate(lm.model.layers):
+        setattr(layer.self_attn, WINDOW, windows.of(number))
 
 
 def _read(*files: Path) -> dict[str, Tensor]:

@@ -27,6 +27,23 @@ class LoraSpec:
 
 
 @dataclass(frozen=True)
+class Windows:
+    """Layers read the last `window` tokens, but for every `full_every`th, which reads all."""
+
+    window: int
+    full_every: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is no pattern."""
+        if self.window < 1 or self.full_every < 2:
+            raise ValueError(f"windows of {self.window}, full every {self.full_every}: no pattern")
+
+    def of(self, layer: int) -> int | None:
+        """What a layer reads, by its number from 0; None: all."""
+        return self.window if (layer + 1) % self.full_every else None
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What a model is made of and how it is spoken to. Lengths in tokens, sizes in pixels."""
 
@@ -44,6 +61,7 @@ class ModelSpec:
     image_suffix: str  # after them
     licences: dict[str, str]
     weights_id: bytes  # [32]: equal ids, equal functions from pixels and tokens to KV
+    windows: Windows | None = None  # None: every layer reads all
 
     @property
     def num_image_tokens(self) -> int:
@@ -96,6 +114,7 @@ def load_spec(model: str, lora: bool = True) -> ModelSpec:
         image_suffix=data["prompt"]["image_suffix"],
         licences=data["licences"],
         weights_id=fingerprint(("spec", text), ("weights", weights.encode())),
+        windows=Windows(**data["windows"]) if "windows" in data else None,
     )
 
 

@@ -6,7 +6,7 @@ positions written out. Image tokens see their own image, both ways; text sees al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -46,15 +46,44 @@ def dense_logits(loaded: LoadedModel, embeddings: Tensor, image_of: Sequence[int
     lm = cast(Any, loaded.lm)
     # Any other attention would ignore the mask.
     assert lm.config._attn_implementation in ("sdpa", "eager")
-    seen = image_mask(image_of).to(loaded.device)
-    mask = torch.zeros(seen.shape, device=loaded.device).masked_fill(~seen, float("-inf"))
+    mask = additive(image_mask(image_of)).to(loaded.device)
     out = lm(
         inputs_embeds=embeddings[None],
-        attention_mask=mask[None, None],
+        attention_mask=mask,
         position_ids=torch.arange(len(image_of), device=loaded.device)[None],
         use_cache=False,
     )
     return cast(Tensor, out.logits[0].float())
+
+
+def windowed_mask(image_of: Sequence[int], window: int, sinks: int = 0) -> Tensor:
+    """`image_mask` of a layer that reads the last `window` tokens and the first `sinks`; an image
+    reads itself whole."""
+    order = torch.arange(len(image_of))
+    near = order[:, None] - order[None, :] < window
+    of_image = torch.tensor(list(image_of)) > 0
+    return image_mask(image_of) & (near | (order < sinks)[None, :] | of_image[:, None])
+
+
+def additive(seen: Tensor) -> Tensor:
+    """bool [T, T] -> float32 [1, 1, T, T], as every attention of transformers takes it."""
+    return torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[None, None]
+
+
+class LayerMasks:
+    """Gives each layer of a plain model its own mask, in place of the one it is called with."""
+
+    def __init__(self, lm: Any, choose: Callable[[int], int]) -> None:
+        """`choose`: which of `masks` a layer has, by its number."""
+        self.masks: Sequence[Tensor] = ()  # as `additive` makes them
+        for number, layer in enumerate(lm.model.layers):
+            layer.self_attn.register_forward_pre_hook(self._hook(choose(number)), with_kwargs=True)
+
+    def _hook(self, which: int) -> Any:
+        def give(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            return args, {**kwargs, "attention_mask": self.masks[which]}
+
+        return give
 
 
 @torch.no_grad()

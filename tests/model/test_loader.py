@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ from mmserve.config import ModelConfig
 from mmserve.model.fetch import ModelUnavailableError
 from mmserve.model.hub import is_native
 from mmserve.model.loader import LoadedModel, load_model, resolve_device
-from mmserve.model.spec import load_spec
+from mmserve.model.spec import Windows, load_spec
 from mmserve.model.supported import native_json
 from mmserve.request import ImageInput, ImageSegment, Segment, TextSegment
 from tests.model.dense import dense_generate, image_mask
@@ -138,6 +139,19 @@ def test_the_description_agrees_with_itself() -> None:
     assert (spec.num_image_tokens, spec.image_size, spec.max_model_len) == (32, 224, 8192)
     assert spec.vision.compressor.hidden_size == 576
     assert "{k}" in spec.image_prefix and len(spec.weights_id) == 32
+
+
+def test_windows_of_layers_are_declared_and_are_other_weights(tmp_path: Path) -> None:
+    """They change what KV is made of the same tokens, so nothing of it may be shared."""
+    path = native_json("smolvision-135m")
+    assert path is not None
+    data = json.loads(path.read_text("utf-8")) | {"windows": {"window": 1024, "full_every": 6}}
+    data["lora"]["file"] = str(path.parent / data["lora"]["file"])
+    data["vision"]["files"] = [str(path.parent / name) for name in data["vision"]["files"]]
+    (tmp_path / "windowed.json").write_text(json.dumps(data), "utf-8")
+    windowed, plain = load_spec(str(tmp_path / "windowed.json")), load_spec("smolvision-135m")
+    assert windowed.windows == Windows(1024, 6) and plain.windows is None
+    assert windowed.weights_id != plain.weights_id
 
 
 def test_a_device_by_name_is_taken_as_it_is() -> None:
