@@ -258,7 +258,7 @@ def fragile(**options: Any) -> tuple[Driver, Any]:
     d = driver(**options)
     d.engine.runner.vision_model = Fragile()
     bad = d.image(picture(77))
-    object.__setattr__(bad.image, "pixels", torch.zeros(3, 8, 8, dtype=torch.uint8).numpy())
+    object.__setattr__(bad.image, "pixels", torch.zeros(1, 3, 8, 8, dtype=torch.uint8).numpy())
     return d, bad
 
 
@@ -341,7 +341,7 @@ def test_two_thousand_distinct_images_leave_memory_flat() -> None:
     def send(first: int, count: int) -> None:
         for n in range(first, first + count):
             data = n.to_bytes(32, "big")
-            pixels = torch.full((3, 8, 8), n % 256, dtype=torch.uint8).numpy()
+            pixels = torch.full((1, 3, 8, 8), n % 256, dtype=torch.uint8).numpy()
             image = ImageInput(data, b"", IMAGE_TOKENS, pixels)
             alive.add(image)
             segments = (words(n, 3), ImageSegment(image), words(n, 2))

@@ -24,7 +24,7 @@ AT_ONCE = 16
 def named(number: int) -> ImageSegment:
     """Noise of its own, by a digest that differs from the others' in the middle alone."""
     digest = b"\xab\xcd" * 7 + number.to_bytes(4, "big") + b"\xab\xcd" * 7
-    shape = (3, IMAGE_SIZE, IMAGE_SIZE)
+    shape = (1, 3, IMAGE_SIZE, IMAGE_SIZE)
     pixels = np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
     return ImageSegment(ImageInput(digest, b"", IMAGE_TOKENS, pixels))
 
