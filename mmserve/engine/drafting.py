@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # Where more sequences than these decode, a drafter hears of their steps only while it drafts: most
 # of the time, drafts do not pay there, and telling costs as much as a small model's step.
 ALWAYS_HEARD = 8
-REST = 15  # steps in which they then do not even think of it
+REST = 15  # steps in which nobody then even thinks of it
 
 
 @dataclass
@@ -80,7 +80,9 @@ class Drafting:
         self._seconds = 0.0  # that its drafts took
         self._captures = 0  # before it
         self.hears = True  # whether the drafter is told of steps
-        self._rested = 0  # steps since drafts were last thought of
+        self._company: list[str] = []  # who decoded when drafts were last thought of
+        self._rested = 0  # steps since then
+        self._passed = 1  # steps, as of then, from the time before
         self._failed = False
 
     # -- before a step --------------------------------------------------------------------------
@@ -90,15 +92,19 @@ class Drafting:
         if self._failed or (not self.hears and self._rested < REST):
             self._rested += 1
             return False
-        self._rested = 0
         ready = [live for live in lives if live.decodes]
-        if self._control is not None:
-            few = len(ready) <= ALWAYS_HEARD
-            kinds = [(live.request.id, self._kind(live, few)) for live in ready]
-            self._planned = self._control.plan(kinds)
-        else:
-            self._planned = {live.request.id: self._length for live in ready}
-        self.hears = len(ready) <= ALWAYS_HEARD or bool(self._planned)
+        names = [live.request.id for live in ready]
+        if self._control is None:
+            self._planned = dict.fromkeys(names, self._length)
+            return bool(self._planned)
+        if self._rested < self._control.rests and names == self._company:
+            self._rested += 1
+            return False
+        self._passed, self._rested, self._company = self._rested + 1, 0, names
+        few = len(ready) <= ALWAYS_HEARD
+        kinds = [(name, self._kind(live, few)) for name, live in zip(names, ready, strict=True)]
+        self._planned = self._control.plan(kinds, self._passed)
+        self.hears = few or bool(self._planned)
         return bool(self._planned)
 
     def _kind(self, live: Live, few: bool) -> Kind:
@@ -185,7 +191,7 @@ class Drafting:
         if self._control is None:
             return
         before, self._captures = self._captures, Graphs.captures
-        if not self.hears and self._rested:
+        if self._rested:
             return  # the next that is looked at stands for it
         usual = before == self._captures and not batch.images
         alone = usual and all(chunk.decodes for chunk in batch.chunks)
@@ -195,7 +201,7 @@ class Drafting:
             len(batch.chunks),
             outcomes,
             self._seconds if tries else 0.0,
-            alike=1 if self.hears else 1 + REST,
+            alike=self._passed,
         )
         self._metrics.spec_decode_seconds_saved.inc(saved)
 

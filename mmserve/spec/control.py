@@ -33,6 +33,7 @@ DEBT, CREDIT = 4, 64  # steps' time: what was lost, or saved, beyond that counts
 START = 3  # steps' time that drafts for few sequences may lose at first
 CROWD = 8  # sequences: where more are, what only looks whether drafts pay is saved up for first
 HOLDS = 4  # steps that a plan is for where drafts pay, nothing changes and none was all right
+RESTS = 7  # steps that nobody need ask in again, where they do not pay and nothing changes
 FAIR, RECENT = 8, 16  # steps that a spell gets before it is judged, and by which it is
 STREAK = 8  # tokens right in a row: a good stretch, so ask for as many
 SEQUENCE_MEMORY, ENGINE_MEMORY = 32, 100  # drafts
@@ -82,9 +83,9 @@ class _Spell:
         self.length *= 2
         return self.length // 2
 
-    def due(self) -> bool:
-        """Called once in every step of a pause: whether it is over."""
-        self.left -= 1
+    def due(self, steps: int) -> bool:
+        """So many steps more have passed of a pause: whether it is over."""
+        self.left -= steps
         return self.left < 0
 
     def brought(self, amount: float) -> None:
@@ -135,12 +136,13 @@ class Control:
         self._held, self._held_plan = 0, dict[str, int]()  # steps that the last plan is yet for
         self._held_for: Sequence[tuple[str, Kind]] = ()
         self._least = 0.0  # that a unit had to bring in the last plan
+        self.rests = 0  # steps of the same sequences for which the last plan stands without asking
         self._credits: dict[_Ledger, float] = {}  # seconds that drafts may yet lose
 
-    def plan(self, contexts: Sequence[tuple[str, Kind]]) -> dict[str, int]:
+    def plan(self, contexts: Sequence[tuple[str, Kind]], steps: int = 1) -> dict[str, int]:
         """For the next step's sequences: how many tokens to draft. Who is not in it gets none; an
-        empty plan is a plain step."""
-        size = len(contexts)
+        empty plan is a plain step. `steps` since the last plan."""
+        size, self.rests = len(contexts), 0
         if self._held and self._held_for == contexts:
             self._held -= 1
             return self._held_plan
@@ -149,13 +151,12 @@ class Control:
         if not size or not self._plain.sure(size, self._step):
             return {}
         spell = self._spells.setdefault(self._ledger(size), _Spell())
-        due = not spell.drafting and spell.due()
+        due = not spell.drafting and spell.due(steps)
         begun = spell.drafting and (spell.steps or size <= CROWD)
-        if not begun and self._credit(size) < self._price(size):
+        poor = not begun and self._credit(size) < self._price(size)
+        if poor or (not (spell.drafting or due) and not self._is_new(contexts)):
+            self.rests = RESTS
             return {}
-        if not spell.drafting and not due:
-            if size > CROWD or all(map(self._was_tried, contexts)):
-                return {}
         known = {id: self._sequence(id, kind) for id, kind in contexts}
         if due:
             for each in known.values():
@@ -240,9 +241,10 @@ class Control:
         credit = self._credits.get(ledger, begin) + seconds
         self._credits[ledger] = min(max(credit, -DEBT * plain), CREDIT * plain)
 
-    def _was_tried(self, context: tuple[str, Kind]) -> bool:
-        known = self._known.get(context)
-        return known is not None and known.tried
+    def _is_new(self, contexts: Sequence[tuple[str, Kind]]) -> bool:
+        """Whether one of few sequences never had a draft: where there are many, all wait."""
+        known = map(self._known.get, contexts)
+        return len(contexts) <= CROWD and not all(each and each.tried for each in known)
 
     def _sequence(self, id: str, kind: Kind) -> _Known:
         known = self._known.get((id, kind))
@@ -315,7 +317,7 @@ class Control:
                     lengths[id] = max(lengths[id], self._whole(each.streak))
             elif spell.drafting and spell.recent <= 0:
                 spell.stop()
-            elif spell.drafting or spell.due():
+            elif spell.drafting or spell.due(1):
                 each.acceptance.fade()
                 lengths[id] = self._whole(spell.probe())
         return lengths

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmserve.spec.control import GAIN, LONGEST_WAIT, Control, Kind, Outcome
+from mmserve.spec.control import GAIN, LONGEST_WAIT, RESTS, Control, Kind, Outcome
 from mmserve.spec.costs import ENOUGH
 
 
@@ -263,6 +263,20 @@ def test_a_plain_step_may_stand_for_others_that_were_like_it() -> None:
         return steps
 
     assert abs(steps_until_it_is_tried(1) - steps_until_it_is_tried(16)) <= 16
+
+
+def test_where_drafts_do_not_pay_nobody_need_ask_at_every_step() -> None:
+    """Of a small model's step, asking is a good part."""
+    machine = gpu()
+    machine.run(200, ids(1), lambda id: 0.05)
+    asked = 0
+    while not machine.control.plan([("0", Kind.TEXT)], 1 + machine.control.rests):
+        machine.control.stepped(2.5, 1, alike=1 + machine.control.rests)
+        asked += 1
+        assert machine.control.rests == RESTS
+    assert 0 < asked < LONGEST_WAIT and machine.control.rests == 0
+    _, plans = machine.run(3 * LONGEST_WAIT, ids(1), lambda id: 1.0)
+    assert plans[-1] and machine.control.rests == 0
 
 
 def test_a_sequence_may_end_while_its_draft_is_checked() -> None:
