@@ -230,7 +230,7 @@ class Client:
                 self._timed(ports, socket, wire.PROBE_BYTES)
             with self._lock:
                 self._socket = socket
-            while True:
+            while not self._closed.is_set():
                 self._hear(ports, socket, wire.hear(socket))
 
     def _hear(self, ports: Ports, socket: wire.Socket, word: Any) -> None:
