@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
@@ -21,9 +22,22 @@ from mmserve.deploy.headers import passed_on
 log = logging.getLogger("mmserve.deploy")
 
 CONNECT_S = 5.0
+# A machine that is gone says nothing: half a minute of silence to TCP's own questions is an end.
+KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 UNREACHED = (httpcore.ConnectError, httpcore.ConnectTimeout)
 BROKEN = (httpcore.NetworkError, httpcore.RemoteProtocolError)
 BUSY = 503
+
+
+def connections(kept_s: float) -> httpcore.AsyncConnectionPool:
+    """To replicas; one without a request is kept for so long."""
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    for name, value in KEEPALIVE:
+        if hasattr(socket, name):  # not everywhere
+            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
+    return httpcore.AsyncConnectionPool(
+        max_connections=None, keepalive_expiry=kept_s, socket_options=options
+    )
 
 
 class NoReplicaError(Exception):

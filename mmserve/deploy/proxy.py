@@ -26,6 +26,7 @@ from mmserve.deploy.http_pass import (
     ClientLeftError,
     Exchange,
     NoReplicaError,
+    connections,
     target,
 )
 from mmserve.deploy.socket_pass import Relay
@@ -46,7 +47,7 @@ class Proxy:
     def __init__(self, directory: Directory, config: ServerConfig | None = None) -> None:
         self.directory = directory
         self._config = config or ServerConfig()
-        self._pool = httpcore.AsyncConnectionPool(max_connections=None, keepalive_expiry=KEPT_S)
+        self._pool = connections(KEPT_S)
         self._exchange = Exchange(self._pool, self._failed)
 
     def _failed(self, replica: Facts) -> None:

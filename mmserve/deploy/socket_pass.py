@@ -31,6 +31,7 @@ log = logging.getLogger("mmserve.deploy")
 
 AGAIN = 1012  # service restart
 UNSAID = (1005, 1006, 1015)  # codes that stand for no code, and are never sent
+SILENCE_S = 30.0
 UNREACHED = (OSError, TimeoutError, EOFError)
 
 Better = Callable[[str | bytes], Facts | None]
@@ -113,7 +114,8 @@ class Relay:
             proxy=None,
             max_size=None,  # a replica's own events
             open_timeout=CONNECT_S,
-            ping_interval=None,  # the client's connection is the one that may be lost
+            ping_interval=SILENCE_S,  # a machine that is gone says nothing
+            ping_timeout=SILENCE_S,
             close_timeout=CONNECT_S,
         )
 

@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 USERS = 4
 PNG = b"\x89PNG\r\n\x1a\n"
 Draw = Callable[[random.Random, int], bytes]  # of about so many bytes
+PATIENCE_S = 300.0  # a real model may write long answers (`replicas.py`)
 FIRST = "FIRST"  # the parent of a turn that has none
 
 
@@ -88,7 +89,7 @@ class User:
 
     def __init__(self, url: str, told: Told, seed: int, draw: Draw = rubbish) -> None:
         self._draw = draw
-        self._client = httpx.Client(base_url=url, timeout=30)
+        self._client = httpx.Client(base_url=url, timeout=PATIENCE_S)
         self._told = told
         self._random = random.Random(seed)
         self._mine: list[str] = []  # this life's turns, which others leave alone
@@ -193,7 +194,7 @@ def check_database(folder: Path) -> None:
 
 
 def check(url: str, told: Told, rng: random.Random) -> None:
-    with httpx.Client(base_url=url, timeout=30) as client:
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
         for path in told.deleted:
             assert client.get(path).status_code == 404, f"{path} came back"
         for id, data in told.files.items():

@@ -4,7 +4,7 @@ Every client passes through; half of all pictures were shown before, and image-a
 each encoded once (round robin beside it); replicas are killed (-9) and replaced by a rolling update
 under load, and nothing that was acknowledged is lost.
 
-Run: python tests/checks/replicas.py [--replicas 3] [--kills 3] [--model PATH]
+Run: python tests/checks/replicas.py [--replicas 3] [--kills 3] [--only clients|pictures|kills|update]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import psutil
 sys.path.append(str(Path(__file__).parents[2]))
 
 from tests.checks import lifetime, sdk, vqa
-from tests.checks.kill import Told, User, check
+from tests.checks.kill import PATIENCE_S, Told, User, check
 from tests.checks.served import Served, picture, serving, user
 
 CLIENTS = 6
@@ -145,7 +145,7 @@ def load(served: Served, told: Told, seed: int) -> Iterator[None]:
     yield
     stop.set()
     for client in clients:
-        client.join(120)
+        client.join(PATIENCE_S)
         assert not client.is_alive() and client.failure is None, client.failure
 
 
@@ -187,26 +187,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--only", choices=("clients", "pictures", "kills", "update"))
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        with deployed(Path(folder), args.replicas) as served:
-            until(lambda: count(served) == args.replicas, "not all replicas came")
+    parts = (args.only,) if args.only else ("clients", "pictures", "kills", "update")
+    with tempfile.TemporaryDirectory() as folder, deployed(Path(folder), args.replicas) as served:
+        until(lambda: count(served) == args.replicas, "not all replicas came")
+        if "clients" in parts:
             sdk.check(served)
             print(f"sdk passes; easy-VQA {vqa.accuracy(served, sample=40):.0%}", flush=True)
             lifetime.check(served)
+        if "pictures" in parts:
             aware = encodes(served, [served.url], 1000)
             robin = encodes(served, addresses(served), 2000)
             print(f"each picture encoded {aware:.2f} times, round robin {robin:.2f}", flush=True)
             assert aware <= 1.1 < robin
+        if "kills" in parts:
             told = kill(served, args.replicas, args.kills)
-            cut = len(told.begun - set(told.answers))
-            print(f"{args.kills} kills: {len(told.answers)} answers held, {cut} cut", flush=True)
+            print(f"{args.kills} kills: {held(told)}", flush=True)
+        if "update" in parts:
             told, fewest = update(served, Path(folder), args.replicas)
-            cut = len(told.begun - set(told.answers))
-            print(
-                f"update: {len(told.answers)} answers held, {cut} cut; at least {fewest} took work"
-            )
+            print(f"update: {held(told)}; at least {fewest} took work")
             assert fewest == args.replicas
+
+
+def held(told: Told) -> str:
+    cut = len(told.begun - set(told.answers))
+    return f"{len(told.answers)} answers and {len(told.files)} files held, {cut} streams were cut"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from tests.checks.replicas import MODEL, count, deployed, servers, until
 from tests.model import families
 
 pytestmark = pytest.mark.slow
+ENDS = ("response.completed", "response.incomplete")
 
 
 def test_a_killed_replicas_conversation_goes_on_elsewhere_and_another_replica_comes(
@@ -33,5 +34,13 @@ def test_a_killed_replicas_conversation_goes_on_elsewhere_and_another_replica_co
             second = ask("And now?", previous_response_id=first.id)
             assert second.output_text and home not in second.id
             assert client.responses.retrieve(first.id).output_text == first.output_text
+            events = [event.type for event in ask("Go on.", stream=True)]
+            assert events[-1] in ENDS and "response.output_text.delta" in events
+            with client.responses.connect() as socket:
+                socket.response.create(
+                    model=MODEL, input="And?", previous_response_id=second.id, max_output_tokens=4
+                )
+                last: Any = next(event for event in socket if event.type in ENDS)
+            assert last.response.id.split("_")[1] == second.id.split("_")[1]
         until(lambda: count(served) == 2, "another replica")
         assert not any(home in each.cmdline() for each in servers(served))
