@@ -27,6 +27,7 @@ from mmserve.deploy.scaling import QUEUE_S, VISION_USE, desired_replicas
 NAME = "mmserve"
 STALE_S = 5.0  # without a word a replica is taken to be gone
 TELL_S = 1.0  # between two words of a replica, and two looks of a router
+LAST_S = 20.0  # beyond the time in which a server drains
 MANY = 100_000  # requests and sockets at once; replicas say when it is enough
 NOTHING: dict[str, Any] = {"num_cpus": 0}
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # servers log requests
@@ -100,13 +101,15 @@ class Replica:
 
 
 class Router:
-    """The ingress: `Proxy` over what `Reports` has. `replicas` is named so that it belongs to the
-    application."""
+    """The ingress: `Proxy` over what `Reports` has; constructed once there is a replica to ask.
+    `replicas` is named so that it belongs to the application."""
 
-    def __init__(self, reports: Any, replicas: Any) -> None:
+    async def __init__(self, reports: Any, replicas: Any) -> None:  # type: ignore[misc]
         self._reports = reports
         self._directory = Directory()
         self._looking = asyncio.ensure_future(self._look())
+        while not self._directory.ready():
+            await asyncio.sleep(TELL_S)
 
     def __serve_build_asgi_app__(self) -> Proxy:
         return Proxy(self._directory)
@@ -136,22 +139,31 @@ def _replicas(launch: Launch) -> Any:
         logging_config=QUIET,
         max_surge_percent=1,  # one more at a time: a new one is up before an old one drains
         health_check_period_s=1,
-        graceful_shutdown_timeout_s=launch.drain_s + 20,
+        graceful_shutdown_timeout_s=launch.drain_s + LAST_S,
         graceful_shutdown_wait_loop_s=TELL_S,
         ray_actor_options={"num_cpus": 0, "num_gpus": launch.gpus},
         **number,
     )(Replica)
 
 
-def _alone(name: str, cls: type, **options: Any) -> Any:
-    return serve.deployment(name=name, logging_config=QUIET, ray_actor_options=NOTHING, **options)(
-        cls
-    )
+def _one(name: str, cls: type, **options: Any) -> Any:
+    return serve.deployment(
+        name=name,
+        max_ongoing_requests=MANY,
+        logging_config=QUIET,
+        ray_actor_options=NOTHING,
+        **options,
+    )(cls)
 
 
 def application(launch: Launch) -> Any:
-    """Deployments, bound."""
-    reports = _alone("reports", Reports, max_ongoing_requests=MANY).bind()
+    """Deployments, bound. Ray replaces every one of them when it is run again."""
+    reports = _one("reports", Reports).bind()
     replicas = _replicas(launch).bind(reports, launch)
-    router = _alone("router", serve.ingress()(Router), max_ongoing_requests=MANY)
+    router = _one(
+        "router",
+        serve.ingress()(Router),
+        max_surge_percent=100,
+        graceful_shutdown_timeout_s=launch.drain_s + LAST_S,
+    )
     return router.bind(reports, replicas)

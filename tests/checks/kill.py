@@ -117,6 +117,9 @@ class User:
         else:
             self._ask()
 
+    def question(self, rng: random.Random) -> str:
+        return f"q{rng.random()}"
+
     def _upload(self) -> None:
         data = self._draw(self._random, self._random.choice((10, 10_000, 300_000)))
         upload = {"file": ("x.png", data)}
@@ -132,7 +135,7 @@ class User:
     def _ask(self) -> None:
         parent = self._random.choice([FIRST, *self._mine[-3:]])
         content: list[dict[str, str]] = [
-            {"type": "input_text", "text": f"q{self._random.random()}"}
+            {"type": "input_text", "text": self.question(self._random)}
         ]
         if self._random.random() < 0.3:
             data = base64.b64encode(self._draw(self._random, 5000)).decode()

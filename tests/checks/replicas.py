@@ -4,7 +4,7 @@ Every client passes through; half of all pictures were shown before, and image-a
 each encoded once (round robin beside it); replicas are killed (-9) and replaced by a rolling update
 under load, and nothing that was acknowledged is lost.
 
-Run: python tests/checks/replicas.py [--replicas 3] [--kills 3] [--only clients|pictures|kills|update]
+Run: python tests/checks/replicas.py [--replicas 3] [--kills 3] [--only PART]
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ SERVER = "mmserve.deploy.supervised"
 MODEL = "mm/fake"  # as `kill.py` calls whatever is served
 # Ray ends processes on a machine that has little memory left.
 POOLS = ("--kv-cache-memory-bytes", "128M", "--vision-kv-cache-memory-bytes", "64M")
+PATIENT = ("--drain-seconds", "60")  # cores are shared by clients, servers and those that start
 RESTART_S = 120
 
 
 @contextlib.contextmanager
 def deployed(folder: Path, replicas: int, *flags: str) -> Iterator[Served]:
     words = ("--replicas", str(replicas), "--data-dir", str(folder), *flags)
-    with serving(*words, *POOLS, "--served-model-name", MODEL, command="deploy") as served:
+    with serving(
+        *words, *POOLS, *PATIENT, "--served-model-name", MODEL, command="deploy"
+    ) as served:
         yield served
 
 
@@ -118,6 +121,12 @@ def drawn(rng: random.Random, size: int) -> bytes:
     return picture(rng.randrange(10_000))
 
 
+class Asker(User):
+    def question(self, rng: random.Random) -> str:
+        """To which the model in the box has a short answer."""
+        return f"What {rng.choice(('color', 'shape'))} is image {rng.randint(1, 9)}?"
+
+
 class Client(threading.Thread):
     """A user that comes again where an answer broke off, until `stop`."""
 
@@ -129,7 +138,7 @@ class Client(threading.Thread):
     def run(self) -> None:
         try:
             while not self._stop_.is_set():
-                mine = User(self._url, self._told, self._seed, drawn)
+                mine = Asker(self._url, self._told, self._seed, drawn)
                 mine.run_until(self._stop_)
                 self._seed += 1000
         except BaseException as error:
@@ -170,7 +179,7 @@ def update(served: Served, folder: Path, replicas: int, *flags: str) -> tuple[To
         time.sleep(2)
         words = ["--replicas", str(replicas), "--data-dir", str(folder), *flags]
         words += ["--port", served.url.rpartition(":")[2], "--ray-address", "auto"]
-        words += [*POOLS, "--served-model-name", MODEL, "--max-num-seqs", "32"]
+        words += [*POOLS, *PATIENT, "--served-model-name", MODEL, "--max-num-seqs", "32"]
         command = [sys.executable, "-m", "mmserve", "deploy", *words]
         quiet = subprocess.DEVNULL
         with subprocess.Popen(command, stdout=quiet, stderr=quiet) as process:
