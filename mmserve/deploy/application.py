@@ -81,7 +81,7 @@ class Replica:
         load = server.now.running + server.now.waiting
         facts = Facts(self._name, server.url, server.ready, load, 0.0)
         with contextlib.suppress(Exception):  # whoever keeps reports is being started anew
-            await self._reports.tell.remote(facts)
+            await asyncio.wait_for(self._reports.tell.remote(facts), STALE_S)
 
     async def check_health(self) -> None:
         if not self._server.alive:
@@ -91,11 +91,12 @@ class Replica:
         return {QUEUE_S: self._server.queue_s, VISION_USE: self._server.now.vision_use}
 
     async def __del__(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
+        # It goes on telling while it drains, and answers for what it keeps.
         self._server.ready = False
         await self._say()
         await self._server.stop(self._launch.drain_s)
+        if self._telling is not None:
+            self._telling.cancel()
         with contextlib.suppress(Exception):
             await self._reports.forget.remote(self._name)
 
