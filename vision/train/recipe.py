@@ -132,7 +132,10 @@ def train_from(
     # Drawing begins behind the compiling, which it would starve.
     first = training.taken
     shards = stream(drawing, first, options.workers, pinned=device.type == "cuda")
-    text, held = _texts(chats(), stage, learner, device)
+    say("drawing")
+    written = chats()
+    say(f"{len(written)} chats")
+    text, held = _texts(written, stage, learner, device)
     say(f"{0 if text is None else len(text.tokens)} rows of text")
     feed = Feed(shards, stage.packing.shards, vision.num_tokens, device)
 

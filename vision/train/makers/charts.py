@@ -19,6 +19,7 @@ INK: Color = (40, 40, 40)
 PAPER: Color = (255, 255, 255)
 TOP_VALUE = 9  # of a bar
 LEFT, RIGHT, TOP, BASE = 26, 216, 16, 190  # pixels, of a chart's frame
+CELL = (SIDE - 16) // 2  # of a table, across
 ORDER = ("first", "second", "third", "fourth")
 
 
@@ -206,9 +207,9 @@ def table_picture(draw: Draw, lines: list[tuple[str, str]]) -> Image.Image:
     for i, cells in enumerate(lines):
         y = 8 + i * high
         for j, text in enumerate(cells):
-            x = 8 + j * 112
+            x = 8 + j * CELL
             fill = tint if i == 0 else PAPER
-            pen.rectangle((x, y, x + 108, y + high), fill=fill, outline=INK)
+            pen.rectangle((x, y, x + CELL, y + high), fill=fill, outline=INK)
             pen.text((x + 8, y + high / 2), text, font=font, fill=INK, anchor="lm")
     return image
 

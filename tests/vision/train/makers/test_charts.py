@@ -45,3 +45,11 @@ def test_a_grid_cell_has_the_colour_that_is_said(seed: int, assets: Assets) -> N
     color = first.answer.strip(".").lower()
     assert any(color in row for row in cells)
     assert count.answer == f"{sum(row.count(color) for row in cells)}."
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_table_has_its_right_border_inside_the_picture(seed: int, assets: Assets) -> None:
+    lines = [("Name", "Number"), ("One", "1"), ("Two", "2")]
+    picture = np.asarray(charts.table_picture(draw(assets, seed), lines))
+    dark = (picture.max(-1) < 100).any(0).nonzero()[0]
+    assert charts.SIDE - 16 < dark.max() < charts.SIDE - 4
