@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmserve.vision.train.assets import Assets, Split
-from mmserve.vision.train.example import Draw
+from mmserve.vision.train.example import SIDE, Draw
 from mmserve.vision.train.makers import charts
 from mmserve.vision.train.makers.canvas import COLORS
 
@@ -52,4 +52,4 @@ def test_a_table_has_its_right_border_inside_the_picture(seed: int, assets: Asse
     lines = [("Name", "Number"), ("One", "1"), ("Two", "2")]
     picture = np.asarray(charts.table_picture(draw(assets, seed), lines))
     dark = (picture.max(-1) < 100).any(0).nonzero()[0]
-    assert charts.SIDE - 16 < dark.max() < charts.SIDE - 4
+    assert SIDE - 16 < dark.max() < SIDE - 4
