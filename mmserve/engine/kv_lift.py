@@ -95,6 +95,10 @@ class Lifter:
         """What comes, or has come, for a request."""
         self._fetched[request_id] = fetch
 
+    def holds(self, request_id: str) -> bool:
+        """Whether something that comes, or has come, for a request is still held for it."""
+        return request_id in self._fetched
+
     def forget(self, request_id: str) -> None:
         self._fetched.pop(request_id, None)
         self._names.pop(request_id, None)

@@ -27,6 +27,7 @@ from mmserve.tiers.stack import Fetch
 
 PATIENCE = 4.0  # times what was expected; then the rest is computed here
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 2.0, 20.0
+MOST_HELD = 4 << 30  # bytes beside the pools, of requests that have not been admitted yet
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Option:
     runs: Seqs[bytes]
     images: Seqs[PlacedImage]
     leaves: tuple[bytes, ...]
+    num_bytes: int
     away: float
     rest: float
 
@@ -47,6 +49,7 @@ class Staging:
     ) -> None:
         self.stages, self._lifter, self._scheduler = stages, lifter, scheduler
         self._costs, self._metrics = costs, metrics
+        self._held: dict[str, int] = {}  # bytes, by request
 
     def ask(self, seq: Seq) -> tuple[Fetch, float] | None:
         """Objects on their way, and how long to wait for them; None: all is done here."""
@@ -65,6 +68,7 @@ class Staging:
             leaves=option.leaves,
             expected=option.away,
         )
+        self._held[seq.id] = option.num_bytes
         patience = min(max(PATIENCE * option.away, LEAST_PATIENCE_S), MOST_PATIENCE_S)
         return option.client.order(order), patience
 
@@ -82,7 +86,9 @@ class Staging:
             return None
         here = Here(seconds, self._queue(), len(self._scheduler.running))
         options = [*self._prefills(seq, known), *self._encodings(seq, known, images)]
-        paying = [option for option in options if self.pays(here, option)]
+        self._held = {n: size for n, size in self._held.items() if self._lifter.holds(n)}
+        room = MOST_HELD - sum(self._held.values())
+        paying = [o for o in options if o.num_bytes <= room and self.pays(here, o)]
         return min(paying, key=lambda o: choice.cost_away(here, o.away, o.rest), default=None)
 
     def may_pay(self) -> bool:
@@ -120,7 +126,7 @@ class Staging:
             away = client.estimate(text, _visual(new), num_bytes)
             if away is not None:
                 leaves = (*names, *every)
-                made.append(Option(client, runs, images, leaves, away, rest))
+                made.append(Option(client, runs, images, leaves, num_bytes, away, rest))
         return made
 
     def _encodings(self, seq: Seq, known: int, images: Seqs[PlacedImage]) -> list[Option]:
@@ -137,7 +143,7 @@ class Staging:
             new = [placed for placed, name in parts if client.unknown([name])]
             away = client.estimate(0, _visual(new), num_bytes)
             if away is not None:
-                made.append(Option(client, (), alone, names, away, rest))
+                made.append(Option(client, (), alone, names, num_bytes, away, rest))
         return made
 
     def close(self) -> None:

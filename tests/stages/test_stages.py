@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, StageConfig
+from mmserve.engine import staging
 from mmserve.engine.async_engine import AsyncEngine
 from mmserve.engine.build_engine import build_engine
 from mmserve.engine.engine import Engine
@@ -134,6 +135,24 @@ def test_requests_at_once_share_a_worker(workers: StageWorkers) -> None:
         for x in (d, plain):
             x.run()
         assert [d.tokens(r) for r in both[0]] == [plain.tokens(r) for r in both[1]]
+        d.assert_idle()
+    finally:
+        d.engine.close()
+
+
+def test_no_more_is_asked_for_than_may_be_held_beside_the_pools(
+    workers: StageWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = driver(workers, "prefill")
+    assert d.engine.tiers is not None
+    monkeypatch.setattr(staging, "MOST_HELD", 5 * d.engine.tiers.lifter.run_bytes)
+    try:
+        for seed in range(4):  # of three runs each
+            d.submit((words(650 + seed, 200),))
+        assert figure(d, "stage_choices", stage="prefill") == 1
+        d.run()
+        d.ask(words(660, 200))  # what was held is not any more
+        assert figure(d, "stage_choices", stage="prefill") == 2
         d.assert_idle()
     finally:
         d.engine.close()
