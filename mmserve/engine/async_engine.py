@@ -273,11 +273,9 @@ class AsyncEngine:
             raise refused(f"The engine is {self.status}.")
         # Counted here, where they come in: the engine's own queue lags behind a burst.
         limits = self.config.scheduler
-        if len(self._generations) >= limits.max_num_seqs + limits.max_waiting:
-            raise QueueFullError(
-                f"{len(self._generations)} requests are running or waiting; the limit is "
-                f"{limits.max_num_seqs + limits.max_waiting}."
-            )
+        count, limit = len(self._generations), limits.max_num_seqs + limits.max_waiting
+        if count >= limit:
+            raise QueueFullError(f"{count} requests are running or waiting; the limit is {limit}.")
         validate(params, engine.vocab_size)
         how: dict[str, Any] = {"streaming": streaming, "durable": durable, "tenant": tenant}
         request = Request(request_id, prompt.segments, params, prefill_only, **how)
