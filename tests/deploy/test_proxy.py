@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from websockets.sync.client import connect
 
 from tests.deploy.conftest import Routed
 from tests.server.conftest import ADMIN_KEY, KEY, data_url, eventually, png
+from tests.server.test_node import run as run_node
 
 Begin = Callable[..., Routed]
 
@@ -47,6 +49,12 @@ def test_openais_library_talks_streams_and_uploads_through_it(routed: Begin) -> 
         text = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
         assert text == "you said: hello there"
         assert client.models.list().data[0].id == "mm/fake"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs Node and npm")
+def test_the_npm_sdk_chats_streams_and_uses_the_socket_through_it(routed: Begin) -> None:
+    assert run_node("check.mjs", routed().url) == "ok"
 
 
 def test_a_conversation_stays_where_it_began(routed: Begin) -> None:
