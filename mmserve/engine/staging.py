@@ -96,7 +96,8 @@ class Staging:
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     def pays(self, here: Here, option: Option) -> bool:
-        return choice.pays(here, option.away, option.rest)
+        # What shares the server's cores, or its GPU, spares nobody anything.
+        return not option.client.shares and choice.pays(here, option.away, option.rest)
 
     def _queue(self) -> float:
         """Seconds of prompts that are to be computed before a new one's."""

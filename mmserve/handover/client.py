@@ -28,7 +28,7 @@ import torch
 from mmserve.handover import wire
 from mmserve.handover.arrival import Arrival, Ports
 from mmserve.handover.pace import Pace
-from mmserve.handover.wire import End, Hello, Job, Kind, Piece
+from mmserve.handover.wire import End, Hello, Home, Job, Kind, Piece
 from mmserve.request import Segment
 from mmserve.tiers.kv_object import KVObject, Owner
 from mmserve.tiers.stack import Fetch
@@ -90,7 +90,7 @@ class Coming(Fetch):
 
 
 class Client:
-    """`address`: of one worker; `device`: where objects are to lie."""
+    """`address`: of one worker; `device`: where objects are to lie; `home`: the server's."""
 
     def __init__(
         self,
@@ -100,7 +100,10 @@ class Client:
         owner: Owner,
         device: torch.device,
         watch: Watch,
+        home: Home,
     ) -> None:
+        self._home = home
+        self.shares = False  # whether it computes on what the server computes on
         self.kind, self.address = kind, address
         self._key, self._owner, self._device, self._watch = key, owner, device, watch
         self._lock = threading.Lock()
@@ -224,7 +227,7 @@ class Client:
             if hello.seed != self._owner.seed:
                 raise OSError(f"the worker at {self.address} has another model, or other settings")
             with self._lock:
-                self._pace = Pace(hello.rates)
+                self._pace, self.shares = Pace(hello.rates), self._home.shares(hello.home)
             for _ in range(2):  # the first one also finds its way
                 wire.say(socket, wire.Probe(wire.PROBE_BYTES))
                 self._timed(ports, socket, wire.PROBE_BYTES)

@@ -11,7 +11,7 @@ import torch
 
 from mmserve.config import StageConfig
 from mmserve.handover.client import Client, Watch
-from mmserve.handover.wire import Kind
+from mmserve.handover.wire import Kind, home_of
 from mmserve.tiers.kv_object import Owner
 
 
@@ -21,8 +21,9 @@ class Stages:
     ) -> None:
         addresses: dict[Kind, tuple[str, ...]]
         addresses = {"encode": config.encode, "prefill": config.prefill}
+        home = home_of(device)
         self.clients = [
-            Client(kind, address, config.key, owner, device, watch)
+            Client(kind, address, config.key, owner, device, watch, home)
             for kind, own in addresses.items()
             for address in own
         ]

@@ -9,9 +9,14 @@ opens both processes, and belongs to them alone.
 
 from __future__ import annotations
 
+import os
 import pickle
+import platform
+import uuid
 from multiprocessing import connection
 from typing import Any, Literal, NamedTuple
+
+import torch
 
 from mmserve.request import Segment
 from mmserve.tiers.kv_object import Parts
@@ -30,12 +35,34 @@ class Rates(NamedTuple):
     image_token_s: float | None
 
 
+class Home(NamedTuple):
+    """What a process computes on: a GPU, or so many of the cores of a host."""
+
+    device: str
+    threads: int = 0
+    cores: int = 0
+
+    def shares(self, other: Home) -> bool:
+        """Whether what one computes the other has to wait for."""
+        crowded = not self.cores or self.threads + other.threads > self.cores
+        return self.device == other.device and crowded
+
+
+def home_of(device: torch.device) -> Home:
+    """Of the thread that computes."""
+    if device.type == "cuda":
+        return Home(str(torch.cuda.get_device_properties(device).uuid))
+    cores = os.cpu_count() or 1
+    return Home(f"{platform.node()} {uuid.getnode():x}", torch.get_num_threads(), cores)
+
+
 class Hello(NamedTuple):
     """A worker's first word. `seed`: of the names of its objects; equal seeds, equal models."""
 
     kind: Kind
     seed: bytes
     rates: Rates
+    home: Home
 
 
 class Probe(NamedTuple):

@@ -80,6 +80,7 @@ class Worker:
         self._kind, self._engine = kind, engine
         self._outlet = engine.outlet = Outlet(engine)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._home = wire.home_of(engine.runner.device)
         self._numbers = itertools.count()
         self._jobs: dict[tuple[Line, int], str] = {}  # requests
         self._lines: dict[str, Line] = {}  # by request
@@ -160,7 +161,7 @@ class Worker:
 
     def _converse(self, socket: wire.Socket) -> None:
         line = Line(socket)
-        line.say(Hello(self._kind, self._outlet.seed, self.rates))
+        line.say(Hello(self._kind, self._outlet.seed, self.rates, self._home))
         try:
             while True:
                 self._hear(line, wire.hear(socket))

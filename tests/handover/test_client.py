@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmserve.handover import wire
 from mmserve.handover.client import Client, Order
-from mmserve.handover.wire import End, Hello, Job, Piece, Probe, Rates
+from mmserve.handover.wire import End, Hello, Home, Job, Piece, Probe, Rates
 from mmserve.request import TextSegment
 from mmserve.tiers.kv_object import KVObject
 from mmserve.tiers.stack import Fetch
@@ -22,7 +22,8 @@ from tests.tiers.objects import OWNER, PAGES, item
 
 KEY = b"a key of this test"
 A, B = b"a" * 32, b"b" * 32
-HELLO = Hello("prefill", OWNER.seed, Rates(1e-3, 1e-3))
+HOME = Home("here", threads=2, cores=4)
+HELLO = Hello("prefill", OWNER.seed, Rates(1e-3, 1e-3), HOME)
 ORDER = Order((TextSegment((1, 2)),), b"", (A, B), frozenset((A, B)), frozenset(), (A, B), 0.1)
 
 
@@ -77,7 +78,7 @@ def start() -> Iterator[Start]:
     def make(answer: Callable[[Any, Job], None], hello: Any = HELLO) -> tuple[Client, Heard, Peer]:
         peer, heard = Peer(answer, hello), Heard()
         address, device = peer.address, torch.device("cpu")
-        clients.append(Client("prefill", address, KEY, OWNER, device, heard))
+        clients.append(Client("prefill", address, KEY, OWNER, device, heard, HOME))
         return clients[-1], heard, peer
 
     yield make
@@ -212,6 +213,12 @@ def test_another_model_s_worker_is_not_taken_for_one(start: Start, hello: Any) -
     wait_until(lambda: peer.num_connections > 1)
     assert not client.connected and client.estimate(1, 0, 0) is None
     assert client.order(ORDER).finished  # with nothing
+
+
+def test_who_computes_on_the_same_cores_or_gpu_shares_them() -> None:
+    assert not HOME.shares(HOME) and HOME.shares(Home("here", threads=3, cores=4))
+    assert not HOME.shares(Home("there", threads=4, cores=4))
+    assert Home("gpu 0").shares(Home("gpu 0")) and not Home("gpu 0").shares(Home("gpu 1"))
 
 
 def test_an_address_is_a_socket_s_path_or_a_host_and_port() -> None:
