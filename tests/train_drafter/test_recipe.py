@@ -173,5 +173,5 @@ def test_a_public_checkpoint_gets_a_head_from_its_own_texts(tmp_path: Path, fami
 def _segment(piece: tuple[int, ...] | int) -> Segment:
     if not isinstance(piece, int):
         return TextSegment(piece)
-    pixels = decode(picture(piece), ImageLimits(), 8)
+    pixels = decode(picture(piece), ImageLimits(), 8)[None]
     return ImageSegment(ImageInput(b"", b"", 20, pixels))

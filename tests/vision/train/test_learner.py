@@ -73,7 +73,7 @@ def dense(made: Dialogue, model: Learner) -> Tensor:
         while end < len(made.tokens) and made.image_of[end] == image:
             end += 1
         if image:
-            pixels = made.pixels[number]
+            pixels = made.pixels[number][None]
             segments.append(ImageSegment(ImageInput(b"", b"", end - at, pixels)))
             number += 1
         else:
