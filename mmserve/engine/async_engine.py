@@ -20,7 +20,7 @@ from mmserve.config import EngineConfig
 from mmserve.engine import kv_sharing
 from mmserve.engine.build_engine import build_engine
 from mmserve.engine.engine import Engine, Event
-from mmserve.engine.generation import Generation, before
+from mmserve.engine.generation import Generation, alike, before
 from mmserve.engine.model_info import ModelInfo
 from mmserve.engine.recovery import EngineLostError, shrink
 from mmserve.engine.refusals import counted, counted_later
@@ -272,9 +272,8 @@ class AsyncEngine:
             refused = ShuttingDownError if self.status == "draining" else EngineUnavailableError
             raise refused(f"The engine is {self.status}.")
         # Counted here, where they come in: the engine's own queue lags behind a burst.
-        limits = self.config.scheduler
-        count, limit = len(self._generations), limits.max_num_seqs + limits.max_waiting
-        if count >= limit:
+        limit = self.config.scheduler.max_num_seqs + self.config.scheduler.max_waiting
+        if (count := alike(self._generations.values(), prefill_only)) >= limit:
             raise QueueFullError(f"{count} requests are running or waiting; the limit is {limit}.")
         validate(params, engine.vocab_size)
         how: dict[str, Any] = {"streaming": streaming, "durable": durable, "tenant": tenant}
@@ -285,7 +284,7 @@ class AsyncEngine:
             images = len(request.images)
             rows = pace.weigh(prompt.num_text_tokens, prompt.num_image_tokens, images)
             pace.check(rows, before(self._generations.values(), pace.left))
-        generation = Generation(request_id, self._abort, prompt.num_tokens)
+        generation = Generation(request_id, self._abort, prompt.num_tokens, prefill_only)
         constraint = None if prefill_only else params.constraint
         matcher = engine.grammars.matcher(constraint) if constraint else None
         self._generations[request_id] = generation

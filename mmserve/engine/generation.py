@@ -19,8 +19,14 @@ class Generation:
     """For one reader, on one event loop. One that falls behind by `MOST_BEHIND` events is let go:
     the request is aborted, and its last event says why."""
 
-    def __init__(self, id: str, abort: Callable[[str], None], num_prompt_tokens: int = 0) -> None:
-        self.id, self.num_prompt_tokens = id, num_prompt_tokens
+    def __init__(
+        self,
+        id: str,
+        abort: Callable[[str], None],
+        num_prompt_tokens: int = 0,
+        prefill_only: bool = False,
+    ) -> None:
+        self.id, self.num_prompt_tokens, self.prefill_only = id, num_prompt_tokens, prefill_only
         self.begun = False  # whether there was a token, or an end
         self._abort = abort
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
@@ -54,10 +60,16 @@ class Generation:
         self._abort(self.id)
 
 
+def alike(generations: Iterable[Generation], prefill_only: bool) -> int:
+    """How many there are of those that answer, or of those that do not, which are served last: so
+    many of these may wait that they would leave no room in one queue for both."""
+    return sum(generation.prefill_only is prefill_only for generation in generations)
+
+
 def before(generations: Iterable[Generation], left: Mapping[str, int]) -> Waiting:
     """What a new request would have to wait for. `left`: tokens of prompts that are still to be
     computed, where that is known."""
-    every = list(generations)
+    every = [g for g in generations if not g.prefill_only]  # those come behind it
     waiting = [g for g in every if not g.begun]
     tokens = sum(left.get(g.id, g.num_prompt_tokens) for g in waiting)
     return Waiting(tokens, len(waiting), len(every))

@@ -17,6 +17,7 @@ from starlette.requests import HTTPConnection
 from mmserve.config import ServerConfig
 from mmserve.errors import EngineUnavailableError, ModelLoadingError, ShuttingDownError
 from mmserve.server.access import Access
+from mmserve.server.ahead import Ahead
 from mmserve.server.blobs import BlobStore
 from mmserve.server.engine_face import EngineFace, ModelInfo
 from mmserve.server.journal import Journal
@@ -71,6 +72,7 @@ class Services:
     chats: set[Completion] = field(default_factory=set)  # running
     background: set[asyncio.Task[None]] = field(default_factory=set)  # nobody waits for these
     sockets: dict[str, int] = field(default_factory=dict)  # open WebSockets by owner
+    ahead: Ahead = field(default_factory=Ahead)
 
     @property
     def info(self) -> ModelInfo:

@@ -136,11 +136,12 @@ class Upkeep:
         except RequestError as error:
             log.info("a new layout is not computed ahead: %s", error.message)
             return
-        try:
-            async for _ in generation:
-                pass
-        finally:
-            generation.abort()
+        with self.services.ahead.counted(generation):
+            try:
+                async for _ in generation:
+                    pass
+            finally:
+                generation.abort()
 
     def _access(self, turn: Turn) -> Access:
         return self.services.access(turn.owner).unasked

@@ -278,6 +278,25 @@ def test_a_full_queue_is_refused_even_before_the_engine_has_seen_it(max_waiting:
     run(test)
 
 
+def test_what_is_computed_ahead_takes_no_place_of_an_answer() -> None:
+    async def test() -> None:
+        async with running(tiny_config(max_num_seqs=2, max_waiting=1)) as engine:
+            made = await prompt(engine, "Hello")
+            gate = Gate(engine.engine)
+            ahead = [engine.submit(f"ahead {n}", made, GREEDY, prefill_only=True) for n in range(3)]
+            with pytest.raises(QueueFullError, match="limit is 3"):
+                engine.submit("one more", made, GREEDY, prefill_only=True)
+            answers = [engine.submit(str(n), made, GREEDY) for n in range(3)]
+            gate.open()
+            for generation in answers:
+                assert reason(await collect(generation)) is FinishReason.LENGTH
+            for generation in ahead:
+                assert reason(await collect(generation)) is FinishReason.STOP
+            assert not engine.num_running
+
+    run(test)
+
+
 def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
     async def test() -> None:
         async with running() as engine:
