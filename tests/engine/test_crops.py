@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from mmserve.engine.engine import Engine
 from mmserve.errors import PinBudgetExceededError
-from mmserve.request import ImageSegment
 from mmserve.vision.crops import Crops
 from tests.engine.driver import Driver, words
+from tests.engine.test_details import answers_as_dense, shown
 from tests.engine.tiny import IMAGE_TOKENS, NESTED, tiny_config, tiny_model
-from tests.model.dense import dense_generate
 from tests.vision.images import encode, noise
 
 CROPS = Crops(above=20, most=4)
@@ -28,10 +26,6 @@ def driver(most: int | None = None) -> Driver:
     model = replace(config.model, image_max_tokens=most)
     loaded = tiny_model(sizes=NESTED, crops=CROPS)
     return Driver(Engine(replace(config, model=model), loaded))
-
-
-def shown(d: Driver, data: bytes, detail: str) -> ImageSegment:
-    return ImageSegment(d.engine.pipeline.prepare(data, detail=detail))
 
 
 @pytest.mark.parametrize(
@@ -57,11 +51,7 @@ def test_the_answer_is_that_of_a_dense_pass_over_all_pieces_of_each_image() -> N
         *(words(1, 9), shown(d, LARGE, "auto"), words(2, 7)),
         *(shown(d, SMALL, "auto"), shown(d, LARGE, "low"), words(3, 4)),
     )
-    answered = d.ask(*prompt)
-    ids, logits = dense_generate(tiny_model(sizes=NESTED, crops=CROPS), prompt, len(answered))
-    assert answered == ids
-    for ours, dense in zip(d.logits["0"], logits, strict=True):
-        torch.testing.assert_close(ours, dense, rtol=1e-3, atol=1e-3)
+    answers_as_dense(d, prompt, tiny_model(sizes=NESTED, crops=CROPS))
 
 
 def test_it_is_found_as_one_image_and_answers_as_when_it_was_new() -> None:

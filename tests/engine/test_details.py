@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mmserve.engine.engine import Engine
-from mmserve.request import ImageSegment
+from mmserve.model.loader import LoadedModel
+from mmserve.request import ImageSegment, Segment
 from tests.engine.driver import Driver, picture, words
 from tests.engine.tiny import IMAGE_TOKENS, NESTED, tiny_config, tiny_model
 from tests.model.dense import dense_generate
@@ -26,15 +27,20 @@ def shown(d: Driver, data: bytes, detail: str) -> ImageSegment:
     return ImageSegment(d.engine.pipeline.prepare(data, detail=detail))
 
 
+def answers_as_dense(d: Driver, prompt: tuple[Segment, ...], model: LoadedModel) -> None:
+    """The first that the driver is asked."""
+    answered = d.ask(*prompt)
+    ids, logits = dense_generate(model, prompt, len(answered))
+    assert answered == ids
+    for ours, dense in zip(d.logits["0"], logits, strict=True):
+        torch.testing.assert_close(ours, dense, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("detail", ["low", "auto", "high"])
 def test_the_answer_is_that_of_a_dense_pass_over_as_many_latents(detail: str) -> None:
     d = driver()
     prompt = (words(1, 9), shown(d, A, detail), words(2, 7), shown(d, B, "low"), words(3, 4))
-    answered = d.ask(*prompt)
-    ids, logits = dense_generate(tiny_model(sizes=NESTED), prompt, len(answered))
-    assert answered == ids
-    for ours, dense in zip(d.logits["0"], logits, strict=True):
-        torch.testing.assert_close(ours, dense, rtol=1e-3, atol=1e-3)
+    answers_as_dense(d, prompt, tiny_model(sizes=NESTED))
 
 
 def test_a_found_image_of_low_detail_answers_as_when_it_was_new() -> None:
