@@ -58,6 +58,15 @@ def _tuning_large(tile_rows: int, dim: int, itemsize: int, kinds: Kinds) -> dict
     return {"BLOCK_N": 32 if narrow else 64, "num_warps": warps, "num_stages": 2}
 
 
+def _kinds(*each: Pages) -> Kinds:
+    return tuple(pages.kind for pages in each)
+
+
+def _pools(*each: Pages) -> tuple[Any, ...]:
+    """As kernels take them: keys and values of each, and then what is from head to head."""
+    return (*(x for pages in each for x in pages[:2]), *(pages.k.stride(0) for pages in each))
+
+
 def paged_attention(
     q: Tensor,
     work: Tensor,
@@ -89,26 +98,30 @@ def paged_attention(
     shape["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"
     shape |= {"CAP": (softcap or 0.0) * LOG2_E, "HAS_SINKS": sinks is not None}
     header, sunk = work[HEADER * group :], q if sinks is None else sinks
-    rest = own if own.residual is None else own.residual
-    each = (own, vision, rest)
-    pools = (*(x for pages in each for x in pages[:2]), *(pages.k.stride(0) for pages in each))
-    shape |= {"OWN_FORM": form(own, dim), "VISION_FORM": form(vision, dim)}
-    shape["REST_FORM"] = (0, 0, 0) if own.residual is None else form(rest, dim)
-    results, kinds = (out, scratch.parts, scratch.lses), tuple(pages.kind for pages in each)
+    results, size = (out, scratch.parts, scratch.lses), q.element_size()
+    rest, late = own.residual, launch.large > 0
     if launch.large:
+        each = (own, vision, own if rest is None else rest)
+        forms = {"OWN_FORM": form(own, dim), "VISION_FORM": form(vision, dim)}
+        forms["REST_FORM"] = (0, 0, 0) if rest is None else form(rest, dim)
         attention_kernels.attend_many[(launch.large,)](
-            work, header, q, *results, *pools, rope, scale, sunk, BLOCK_M=launch.tile_rows,
-            LARGE=LARGE, ENTRY=ENTRY, SEGMENT=SEGMENT, TREES=launch.trees, **shape,
-            **_tuning_large(launch.tile_rows, dim, q.element_size(), kinds),
+            work, header, q, *results, *_pools(*each), rope, scale, sunk, BLOCK_M=launch.tile_rows,
+            LARGE=LARGE, ENTRY=ENTRY, SEGMENT=SEGMENT, TREES=launch.trees, **forms, **shape,
+            **_tuning_large(launch.tile_rows, dim, size, _kinds(*each)),
         )  # fmt: skip
-    if launch.small:
+    for text, images, programs in ((rest, rest, launch.newest), (own, vision, launch.small)):
+        if text is None or images is None or not programs:
+            continue
         # The tensor cores' tiles have 16 rows, and 8 columns, where queries of low bits stand.
+        kinds = _kinds(text, images)
         slim = heads <= 8 * kv_heads and not any(kind.plain for kind in kinds)
-        attention_kernels.attend_one[(launch.small,)](
-            work, header, q, *results, *pools, rope, scale, sunk, SMALL=SMALL,
-            BLOCK_M=SMALL_ROWS // 2 if slim else SMALL_ROWS, LATE=launch.large > 0, **shape,
-            **_tuning_small(launch.few, dim, q.element_size(), kinds),
+        attention_kernels.attend_one[(programs,)](
+            work, header, q, *results, *_pools(text, images), rope, scale, sunk, SMALL=SMALL,
+            BLOCK_M=SMALL_ROWS // 2 if slim else SMALL_ROWS, OWN_FORM=form(text, dim),
+            VISION_FORM=form(images, dim), RESIDUAL=text is rest, LATE=late, **shape,
+            **_tuning_small(launch.few, dim, size, kinds),
         )  # fmt: skip
+        late = True
     if launch.merge:
         attention_kernels.merge[(len(q), heads)](
             work, header, *results, sunk, H=heads, D=dim, WIDE=wide, BLOCK_P=launch.merge,

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 
 from mmserve.kernels import work as tables
-from mmserve.kernels.pool_keys import read
+from mmserve.kernels.pool_keys import read, stored
 
 OWN, NEWEST = tl.constexpr(tables.OWN), tl.constexpr(tables.NEWEST)
+OF_NEWEST = tl.constexpr(tables.OF_NEWEST)
 TEXT, VISION, SINKS, SHARED = (
     tl.constexpr(code) for code in (tables.TEXT, tables.VISION, tables.SINKS, tables.SHARED)
 )
@@ -74,65 +75,65 @@ def turn_back(a, b, rope, base, ok, D: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def attend_one(
-    work, header, q, out, parts, lses, k_own, v_own, k_vision, v_vision, k_rest, v_rest,
-    own_head, vision_head, rest_head, rope, scale, sinks,
+    work, header, q, out, parts, lses, k_own, v_own, k_vision, v_vision,
+    own_head, vision_head, rope, scale, sinks,
     H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SMALL: tl.constexpr, CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    OWN_FORM: tl.constexpr, VISION_FORM: tl.constexpr, REST_FORM: tl.constexpr,
-    ASSEMBLY: tl.constexpr, LATE: tl.constexpr, CHAINED: tl.constexpr,
+    OWN_FORM: tl.constexpr, VISION_FORM: tl.constexpr, ASSEMBLY: tl.constexpr,
+    RESIDUAL: tl.constexpr, LATE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """All small items of the set with this header. q [T, H, D] rotated at absolute positions, out
-    [T, H, D]; parts [slots, H, D] and lses [slots, H] float32; pools: one layer's, a head's pages
-    contiguous; rope [positions, 2, D / 2] float32; sinks [H]. LATE: the large items were launched
-    before; large items use the tensor cores and small ones the memory, so they run together."""
+    """All small items of the set with this header: if RESIDUAL those over text's residual, which is
+    the own pool then, else the others, for registers hold one format. q [T, H, D] rotated at
+    absolute positions, out [T, H, D]; parts [slots, H, D], lses [slots, H] float32; pools: one
+    layer's, a head's pages contiguous; rope [positions, 2, D / 2] float32; sinks [H]. LATE: other
+    items were launched before, and run at the same time."""
     GROUP: tl.constexpr = H // KV_HEADS
-    tasks = tl.load(header) * KV_HEADS
-    items = work + tl.load(header + 1)
+    kind = header + (OF_NEWEST if RESIDUAL else 0)
+    tasks = tl.load(kind) * KV_HEADS
+    items = work + tl.load(kind + 1)
     merges = work + tl.load(header + 6)
     g = tl.arange(0, BLOCK_M)
     ok = g < GROUP
     none = tl.zeros([BLOCK_M], tl.int32)
     all_keys = tl.full([BLOCK_M], 2147483647, tl.int32)
     if CHAINED:
+        if RESIDUAL and not LATE:  # the other small items begin when this launch lets them
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-        if not LATE:  # else the large items have waited before they let this launch begin
+        if not (RESIDUAL or LATE):  # else those before have waited before they let this one begin
             tl.extra.cuda.gdc_wait()
     for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
         item = items + task // KV_HEADS * SMALL
         head = tl.cast(task % KV_HEADS, tl.int64)
         row = tl.load(item).to(tl.int64)
-        part = tl.load(item + 1)
         table = work + tl.load(item + 2)
         first = tl.load(item + 3)
         last = tl.load(item + 4)
         base = tl.load(item + 5)
-        first_slot = tl.load(merges + 2 * row)
-        slot = tl.where(tl.load(merges + 2 * row + 1) > 1, first_slot + part, -1).to(tl.int64)
+        slot = tl.load(merges + 2 * row) + tl.load(item + 1)
         query_head = head * GROUP + g
         at = (row * H + query_head) * D
         q_a, q_b = _query(q, at, ok, scale, D, HALF)
         if base >= 0:
-            q_a, q_b = turn_back(q_a, q_b, rope, base + tl.zeros_like(g), ok, D, HALF)
+            q_a, q_b = turn_back(q_a, q_b, rope, base + none, ok, D, HALF)
         state_m = tl.full([BLOCK_M], -1e30, tl.float32)
         state_l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
-        visual = (base != OWN) & (base != NEWEST)
-        state_m, state_l, acc = read(
-            state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base + tl.zeros_like(g),
-            base >= 0, visual, base == NEWEST, k_own + head * own_head, v_own + head * own_head,
-            k_vision + head * vision_head, v_vision + head * vision_head, k_rest + head * rest_head,
-            v_rest + head * rest_head, table, first, last, first, last, none, all_keys, none,
-            OWN_FORM, VISION_FORM, REST_FORM, D, HALF, WIDE, BLOCK_N, False, CAP, PRECISION,
-            ASSEMBLY,
+        state_m, state_l, acc = stored(
+            state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base + none, base >= 0,
+            (base != OWN) & (base != NEWEST), k_own + head * own_head, v_own + head * own_head,
+            k_vision + head * vision_head, v_vision + head * vision_head,
+            table, first, last, first, last, none, all_keys, none,
+            OWN_FORM, VISION_FORM, D, HALF, WIDE, BLOCK_N, False, CAP, PRECISION, ASSEMBLY,
         )  # fmt: skip
-        target = slot + tl.zeros([BLOCK_M], tl.int64)
+        target = tl.where(tl.load(merges + 2 * row + 1) > 1, slot, -1) + tl.zeros_like(at)
         store_item(
             acc, state_m, state_l, ok, at, target * H + query_head, target, query_head,
             out, parts, lses, sinks, D, WIDE, HAS_SINKS,
         )  # fmt: skip
     if CHAINED and LATE:
-        tl.extra.cuda.gdc_wait()  # whoever waits for this launch waits for the large items, too
+        tl.extra.cuda.gdc_wait()  # whoever waits for this launch waits for those before, too
 
 
 @triton.jit

@@ -19,7 +19,8 @@ class Launch(NamedTuple):
     """Programs for small and for large items (0: there are none of the kind), how many partial
     results are joined at a time (0: no row has any; 1: strictly one after the other), the rows of
     large items' tiles (some sets' items may fill less), and whether the small items are too few to
-    fill the device, so that each should be quick; `trees`: whether any row is of a draft tree."""
+    fill the device, so that each should be quick; `trees`: whether any row is of a draft tree;
+    programs for small items over a residual."""
 
     small: int
     large: int
@@ -27,6 +28,7 @@ class Launch(NamedTuple):
     tile_rows: int
     few: bool = False
     trees: bool = False
+    newest: int = 0
 
     @classmethod
     def of(
@@ -42,6 +44,7 @@ class Launch(NamedTuple):
         `deterministic`: nothing that bits depend on follows from how much work there is.
         """
         small, large = max(s.small for s in sets), max(s.large for s in sets)
+        newest = max(s.newest for s in sets)
 
         def programs(items: int) -> int:
             if not items:
@@ -49,7 +52,7 @@ class Launch(NamedTuple):
             full = items * kv_heads > processors
             return processors * PROGRAMS_PER_PROCESSOR if full else processors
 
-        merges = small + max(s.num_slots for s in sets) > 0
+        merges = small + newest + max(s.num_slots for s in sets) > 0
         return cls(
             programs(small),
             programs(large),
@@ -57,4 +60,5 @@ class Launch(NamedTuple):
             max(s.tile_rows for s in sets),
             small * kv_heads <= processors and not deterministic,
             any(s.trees for s in sets),
+            programs(newest),
         )

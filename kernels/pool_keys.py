@@ -47,7 +47,7 @@ def _run(
 
 
 @triton.jit
-def _stored(
+def stored(
     state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base, turned, visual,
     k_own, v_own, k_vision, v_vision, table, first, last, all_first, all_last, lo, hi, tree,
     OWN_FORM: tl.constexpr, VISION_FORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
@@ -88,7 +88,7 @@ def read(
     """The same, or over those in the residual, if `newest`; REST_FORM's pages have no tokens where
     there is none."""
     if REST_FORM[2] == 0:
-        state_m, state_l, acc = _stored(
+        state_m, state_l, acc = stored(
             state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base, turned, visual,
             k_own, v_own, k_vision, v_vision, table, first, last, all_first, all_last, lo, hi, tree,
             OWN_FORM, VISION_FORM, D, HALF, WIDE, BLOCK_N, TREES, CAP, PRECISION, ASSEMBLY,
@@ -101,7 +101,7 @@ def read(
                 REST_FORM, D, HALF, WIDE, BLOCK_N, TREES, CAP, PRECISION, ASSEMBLY,
             )  # fmt: skip
         else:
-            state_m, state_l, acc = _stored(
+            state_m, state_l, acc = stored(
                 state_m, state_l, acc, q_a, q_b, q, at, ok, scale, rope, base, turned, visual,
                 k_own, v_own, k_vision, v_vision, table, first, last, all_first, all_last, lo, hi,
                 tree, OWN_FORM, VISION_FORM, D, HALF, WIDE, BLOCK_N, TREES, CAP, PRECISION,

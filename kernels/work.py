@@ -5,10 +5,11 @@ torch and no Triton: numpy in, one int32 array out, which the runner uploads in 
 nothing of sequences or scheduling.
 
 Layers that read alike share tables; a step has a set of tables for each kind of layer. The array
-begins with a header of eight for each set: the number of *small* items and where they begin, the
-same of *large* items, and where segments, entries, merges and trees begin. Then comes what the
-caller puts first (token ids, positions, slots: as many every step of one batch size, so that
-captured launches find them), and the sets.
+begins with a header of twelve for each set: the number of *small* items and where they begin, the
+same of *large* items, where segments, entries, merges and trees begin, and from OF_NEWEST the same
+of small items over text in its residual; two are spare, so that each begins at 16 bytes. Then comes
+what the caller puts first (token ids, positions, slots: as many every step of one batch size, so
+that captured launches find them), and the sets.
 
 Every row has `merges`: (first slot, parts). A query whose keys are cut into several parts writes
 each partial result into the slot of that part; with one part the item's result is the row's.
@@ -45,7 +46,8 @@ import numpy.typing as npt
 Int32s = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 
-HEADER, SMALL, LARGE, ENTRY, SEGMENT = 8, 6, 5, 7, 8
+HEADER, SMALL, LARGE, ENTRY, SEGMENT = 12, 6, 5, 7, 8
+OF_NEWEST = 8
 
 OWN, STILL, NEWEST = -1, -2, -3  # bases of what needs no turning: text, images, the residual
 TEXT, VISION, SINKS, SHARED = 0, 1, 2, 3  # kinds of segments
@@ -168,13 +170,15 @@ def causal(first: int, count: int) -> tuple[Ints, Ints, Ints, Ints]:
 
 @dataclass(frozen=True)
 class WorkTables:
-    """One set: its header and what follows it; `small`, `large`: items of either kind;
-    `num_slots`: partial results; `tile_rows` of large items; `trees`: whether there are any."""
+    """One set: its header and what follows it; `small`, `large`, `newest`: items of each kind, the
+    last those small ones that read the residual; `num_slots`: partial results; `tile_rows` of large
+    items; `trees`: whether there are any."""
 
     header: Int32s
     body: Int32s
     small: int
     large: int
+    newest: int
     num_slots: int
     tile_rows: int
     trees: bool
@@ -195,6 +199,7 @@ class Items:
     tile_rows: int
     small: list[Int32s] = field(default_factory=list)
     large: list[Int32s] = field(default_factory=list)
+    newest: list[Int32s] = field(default_factory=list)
     segments: list[Int32s] = field(default_factory=list)
     entries: list[Int32s] = field(default_factory=list)
     parts: list[tuple[Ints, Ints]] = field(default_factory=list)  # rows, and how many each has
@@ -234,13 +239,14 @@ _EMPTY = {
     "large": array((), LARGE),
     "segments": array((), SEGMENT),
     "entries": array((), ENTRY),
+    "newest": array((), SMALL),
 }
 
 
 def pack(every: Sequence[Items], num_rows: int, at: int) -> WorkTables:
     """All items of a step of `num_rows` rows as one set whose body begins at `at`."""
     parts = np.zeros(num_rows, np.int64)
-    small, large, segments, entries = blocks = [
+    small, large, segments, entries, newest = blocks = [
         np.concatenate([x for items in every for x in getattr(items, name)] or [empty])
         for name, empty in _EMPTY.items()
     ]
@@ -251,8 +257,8 @@ def pack(every: Sequence[Items], num_rows: int, at: int) -> WorkTables:
             trees[first:][: len(masks)] = masks
     blocks.append(trees.view(np.int32))
     sizes = (2 * num_rows, *(block.size for block in blocks))
-    merges_at, *places, trees_at, pages_at = accumulate(sizes, initial=at)
-    first_small = first_large = first_segment = first_entry = 0
+    merges_at, *places, newest_at, trees_at, pages_at = accumulate(sizes, initial=at)
+    first_small = first_large = first_segment = first_entry = first_newest = 0
     for items in every:
         for rows, counts in items.parts:
             parts[rows] += counts
@@ -264,14 +270,17 @@ def pack(every: Sequence[Items], num_rows: int, at: int) -> WorkTables:
         large[first_large:end_large, 0] += first_entry
         large[first_large:end_large, 2] += first_segment
         segments[first_segment:end_segment, 1] += pages_at
+        end_newest = first_newest + sum(map(len, items.newest))
+        newest[first_newest:end_newest, 2] += pages_at
         first_small, first_large, first_segment = end_small, end_large, end_segment
-        first_entry += items.num_entries
+        first_entry, first_newest = first_entry + items.num_entries, end_newest
         pages_at += items.num_pages
     slots = np.where(parts > 1, parts, 0)
     ends = slots.cumsum()
     merges = np.empty((num_rows, 2), np.int32)
     merges[:, 0], merges[:, 1] = ends - slots, parts
     header = (len(small), places[0], len(large), *places[1:], merges_at, trees_at * has_trees)
+    header += (len(newest), newest_at, 0, 0)
     body = [merges.reshape(-1), *(block.reshape(-1) for block in blocks)]
     for items in every:
         body += items.pages
@@ -281,6 +290,7 @@ def pack(every: Sequence[Items], num_rows: int, at: int) -> WorkTables:
         np.concatenate(body),
         len(small),
         len(large),
+        len(newest),
         num_slots,
         tile_rows,
         has_trees,

@@ -228,7 +228,7 @@ def _add_newest(t: Items, single: _Singles, before: Ints) -> tuple[Ints, Ints]:
     some = first < hi
     base = np.full_like(hi, NEWEST)
     items = np.stack([single.rows, before, _places(t, single), first, hi, base], 1)
-    t.small.append(array(items[some], SMALL))
+    t.newest.append(array(items[some], SMALL))
     t.parts.append((single.rows, some.astype(np.int64)))
     return np.maximum(border, lo), t.parts[-1][1]
 

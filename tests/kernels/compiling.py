@@ -8,11 +8,15 @@ Run by test_compiling.py in a process that does not interpret.
 from __future__ import annotations
 
 import itertools
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
@@ -137,8 +141,8 @@ def bests() -> None:
         likeliest.likeliest(scores, min(width, 8), normed=normed)
 
 
-def packed(kind: KVFormat, dim: int) -> Pages:
-    size = (2, 1, 4, kind.tile_bytes(GROUP_TOKENS, dim))
+def packed(kind: KVFormat, dim: int, kv_heads: int = 1) -> Pages:
+    size = (2, kv_heads, 4, kind.tile_bytes(GROUP_TOKENS, dim))
     k, v = torch.zeros(size, dtype=torch.uint8)
     return Pages(k, v, kind, GROUP_TOKENS, dim)
 
@@ -157,10 +161,42 @@ def formats() -> None:
             fused.rotate_store(torch.zeros(3, 6 * 64), turns, work[:3], q, own, vision)
             fused.store(q[:, :1], q[:, :1], work[:3], own, vision)
         attention.paged_attention(q, work, own, vision, rope, 1.0, scratch, q, launch)
-    large = launch._replace(large=1)
+    large = launch._replace(large=1, newest=1)
     text = packed(FORMATS["int4"], 64)._replace(residual=Pages(*pool(1, 5, 64, q.dtype, 64)))
     packed_pages.fill_pages(text, work[:3], work[:3])
     attention.paged_attention(q, work, text, plain, rope, 1.0, scratch, q, large)
+
+
+def decoding() -> None:
+    """What decodes sequences in few bits, at the commonest sizes, keeps all it has in registers."""
+    spilled: list[str] = []
+    kernel: Any = jit.JITFunction
+    launch = kernel.run
+
+    def looked_at(self: Any, *args: Any, **options: Any) -> Any:
+        compiled = launch(self, *args, **options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+            told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        if int(re.findall(r"STACK:(\d+)", told)[-1]):
+            spilled.append(f"{self.fn.__name__} of {name}: {told}")
+        return compiled
+
+    kernel.run = looked_at
+    dim, heads, kv_heads = 128, 32, 8
+    q, work = torch.zeros(3, heads, dim, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int32)
+    scratch, rope = attention.Scratch(1, heads, dim, q.device), torch.zeros(1, 2, dim // 2)
+    for name in ("int8", "int4", "int2"):
+        pages = packed(FORMATS[name], dim, kv_heads)
+        text, rest = pages, Pages(*pool(kv_heads, 4, dim, q.dtype, GROUP_TOKENS))
+        if pages.kind.whole_pages:
+            text = pages._replace(residual=rest)
+        few = Launch(1, 0, 0, 32, newest=int(text is not pages))
+        attention.paged_attention(q, work, text, pages, rope, 1.0, scratch, q, few)
+    kernel.run = launch
+    assert not spilled, spilled
 
 
 def grafts() -> None:
@@ -207,6 +243,7 @@ def towers() -> None:
 
 PARTS = {
     "formats": (formats,),
+    "decoding": (decoding,),
     "rest": (gemvs, elementwise, choices, attentions, grafts, bests, preludes, rows, towers),
 }
 

@@ -105,6 +105,7 @@ def attend(q: Tensor, groups: list[QueryGroup], pages: Pages, splits: work.Split
     scratch.parts.fill_(torch.nan)
     out = torch.full_like(q, torch.nan)
     launch = Launch(3 * (tables.small > 0), 3 * (tables.large > 0), 16, tables.tile_rows)
+    launch = launch._replace(newest=3 * (tables.newest > 0))
     packed = torch.from_numpy(work.join([tables])).to(DEVICE)
     rope = torch.zeros(1, 2, DIM // 2, device=DEVICE)
     vision = Pages(pages.k[:, :1], pages.v[:, :1], pages.kind, PAGE, DIM)
