@@ -36,12 +36,20 @@ def _out_of_memory() -> Exception:
     return torch.OutOfMemoryError("CUDA out of memory (injected)")
 
 
+def _device_assert() -> Exception:
+    import torch
+
+    torch.ones(1, device="cuda")[torch.ones(1, dtype=torch.long, device="cuda")].item()
+    return InjectedFault("the device took an index that is out of range")
+
+
 KINDS: Mapping[str, Callable[[], Exception]] = {
     "error": lambda: InjectedFault("injected"),
     "oom": _out_of_memory,
     "disk_full": lambda: OSError(errno.ENOSPC, "No space left on device"),
     "gone": lambda: OSError(errno.EIO, "Input/output error"),
     "locked": lambda: sqlite3.OperationalError("database is locked"),
+    "device_assert": _device_assert,  # a real one: CUDA computes nothing more in this process
 }
 HANG = "hang"  # does not raise, but stands still
 
