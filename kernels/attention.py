@@ -18,6 +18,7 @@ from mmserve.kernels import attention_kernels
 from mmserve.kernels.chain import assembly, chained
 from mmserve.kernels.kv_formats import KVFormat, Pages
 from mmserve.kernels.launch import Launch
+from mmserve.kernels.packed_pages import fill_pages
 from mmserve.kernels.unpacking import form
 from mmserve.kernels.work import ENTRY, HEADER, LARGE, SEGMENT, SMALL, SMALL_ROWS
 
@@ -67,6 +68,17 @@ def _pools(*each: Pages) -> tuple[Any, ...]:
     return (*(x for pages in each for x in pages[:2]), *(pages.k.stride(0) for pages in each))
 
 
+def _shape(q: Tensor, own: Pages, softcap: float | None, sinks: Tensor | None) -> dict[str, Any]:
+    """What all kernels that read keys are compiled for."""
+    heads, dim = q.shape[1:]
+    shape: dict[str, Any] = {"H": heads, "KV_HEADS": own.k.shape[0], "D": dim}
+    shape["HALF"] = max(triton.next_power_of_2(dim // 2), 16)
+    shape["WIDE"] = max(triton.next_power_of_2(dim), 16)
+    shape["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"
+    shape |= {"CAP": (softcap or 0.0) * LOG2_E, "HAS_SINKS": sinks is not None}
+    return shape | assembly(q.device) | chained(q.device)
+
+
 def paged_attention(
     q: Tensor,
     work: Tensor,
@@ -81,22 +93,19 @@ def paged_attention(
     group: int = 0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    full: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """A step's attention over one layer's pools; no allocation, no synchronisation.
 
     q, out [T, H, D]; work: `work.join`'s array on the device, of which the set number `group` is
     the layer's; a head's pages are contiguous in own and vision;
     rope [positions, 2, D / 2] float32: by it queries are turned back before images whose base is
-    not None; softcap and sinks [H] as `reference.paged_attention` takes them.
+    not None; softcap and sinks [H] as `reference.paged_attention` takes them. `full`: slots and
+    `filled` as `fill_pages` takes them; the step reads those pages in the residual still, so they
+    are stored beside.
     """
     heads, dim = q.shape[1:]
-    kv_heads = own.k.shape[0]
-    half = max(triton.next_power_of_2(dim // 2), 16)
-    wide = max(triton.next_power_of_2(dim), 16)
-    shape: dict[str, Any] = {"H": heads, "KV_HEADS": kv_heads, "D": dim, "HALF": half}
-    shape |= {"WIDE": wide, **assembly(q.device), **chained(q.device)}
-    shape["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"
-    shape |= {"CAP": (softcap or 0.0) * LOG2_E, "HAS_SINKS": sinks is not None}
+    shape = _shape(q, own, softcap, sinks)
     header, sunk = work[HEADER * group :], q if sinks is None else sinks
     results, size = (out, scratch.parts, scratch.lses), q.element_size()
     rest, late = own.residual, launch.large > 0
@@ -114,7 +123,7 @@ def paged_attention(
             continue
         # The tensor cores' tiles have 16 rows, and 8 columns, where queries of low bits stand.
         kinds = _kinds(text, images)
-        slim = heads <= 8 * kv_heads and not any(kind.plain for kind in kinds)
+        slim = heads <= 8 * own.k.shape[0] and not any(kind.plain for kind in kinds)
         attention_kernels.attend_one[(programs,)](
             work, header, q, *results, *_pools(text, images), rope, scale, sunk, SMALL=SMALL,
             BLOCK_M=SMALL_ROWS // 2 if slim else SMALL_ROWS, OWN_FORM=form(text, dim),
@@ -122,8 +131,11 @@ def paged_attention(
             **_tuning_small(launch.few, dim, size, kinds),
         )  # fmt: skip
         late = True
+    if full is not None:
+        fill_pages(own, *full, late=late and launch.newest + launch.large > 0)
     if launch.merge:
         attention_kernels.merge[(len(q), heads)](
-            work, header, *results, sunk, H=heads, D=dim, WIDE=wide, BLOCK_P=launch.merge,
-            HAS_SINKS=sinks is not None, num_warps=1 if wide <= 128 else 2, **chained(q.device),
+            work, header, *results, sunk, H=heads, D=dim, WIDE=shape["WIDE"], BLOCK_P=launch.merge,
+            HAS_SINKS=sinks is not None, num_warps=1 if shape["WIDE"] <= 128 else 2,
+            **chained(q.device),
         )  # fmt: skip

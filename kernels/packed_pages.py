@@ -21,6 +21,8 @@ from mmserve.kernels.packed_store import at_least, widened
 from mmserve.kernels.unpacking import bits_of, form, has_outliers, value_groups
 
 NUM_CLIPS = tl.constexpr(len(CLIPS))
+MOST_PARTS = 8  # of a page of a head's keys or values
+ROWS = 16  # of a step that a program looks through for pages
 
 
 @triton.constexpr_function
@@ -103,16 +105,19 @@ def _note_outliers(tile, group, ok, place, value, DATA: tl.constexpr, GROUPS: tl
 
 
 @triton.jit
-def _keys(rows, tile, held, C: tl.constexpr, CODE: tl.constexpr, D: tl.constexpr):
-    """A page of keys, whose rows begin at `rows` [P]: groups are channels. C: bytes of a token,
-    padded."""
+def _keys(
+    rows, tile, held, part, C: tl.constexpr, PARTS: tl.constexpr, CODE: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """A part of a page of keys, whose rows begin at `rows` [P]: groups are channels, and a part has
+    some of them. C: bytes of a token, padded."""
     PAGE: tl.constexpr = rows.shape[0]
     BITS: tl.constexpr = bits_of(CODE)
     EACH: tl.constexpr = D * BITS // 8
-    column = tl.arange(0, C)
+    column = part * (C // PARTS) + tl.arange(0, C // PARTS)
     ok = column < EACH
     known = held[:, None] & ok[None, :]
-    data = tl.zeros([PAGE, C], tl.int32)
+    data = tl.zeros([PAGE, C // PARTS], tl.int32)
     for j in tl.static_range(8 // BITS):
         dim = j * EACH + column
         x = tl.load(rows[:, None] + dim[None, :], mask=known, other=0.0).to(tl.float32)
@@ -129,19 +134,19 @@ def _keys(rows, tile, held, C: tl.constexpr, CODE: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def _values(
-    rows, tile, held, C: tl.constexpr, WIDE: tl.constexpr, CODE: tl.constexpr, D: tl.constexpr
-):
-    """The same of values: groups are a token's, or its halves. WIDE: a group, padded."""
-    PAGE: tl.constexpr = rows.shape[0]
+    rows, tile, held, token, C: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
+    CODE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The same of values of the tokens [N] of a page, with rows and held of each: groups are a
+    token's, or its halves. WIDE: a group, padded."""
     BITS: tl.constexpr = bits_of(CODE)
     EACH: tl.constexpr = D * BITS // 8
     GROUPS: tl.constexpr = value_groups(CODE, D)
-    token = tl.arange(0, PAGE)
     column = tl.arange(0, C)
     ok = column < EACH
     whole = tl.arange(0, WIDE)
     known = held[:, None] & (whole < D // GROUPS)[None, :]
-    data = tl.zeros([PAGE, C], tl.int32)
+    data = tl.zeros([rows.shape[0], C], tl.int32)
     for g in tl.static_range(GROUPS):
         at = rows[:, None] + g * (D // GROUPS) + whole[None, :]
         x = tl.load(at, mask=known, other=0.0).to(tl.float32)
@@ -155,8 +160,8 @@ def _values(
         for i in tl.static_range(8 // BITS // GROUPS):
             j = g * (8 // BITS // GROUPS) + i
             mask = held[:, None] & ok[None, :]
-            part = tl.load(rows[:, None] + j * EACH + column[None, :], mask=mask, other=0.0)
-            level = _level(part.to(tl.float32), scale, least, 2**BITS - 1, 1)
+            elements = tl.load(rows[:, None] + j * EACH + column[None, :], mask=mask, other=0.0)
+            level = _level(elements.to(tl.float32), scale, least, 2**BITS - 1, 1)
             data |= level.to(tl.int32) << (j * BITS)
     tl.store(tile + token[:, None] * EACH + column[None, :], data.to(tl.uint8), mask=ok[None, :])
 
@@ -164,77 +169,102 @@ def _values(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _store_pages(
     k, v, slots, k_tiles, v_tiles, num_tokens, k_row, k_own_head, v_row, v_own_head, tiles_head,
-    FORM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    FORM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One head's page, if the row program_id(1) is its first one."""
+    """A part of one head's pages whose first row is among the ROWS from program_id(1) on."""
     PAGE: tl.constexpr = FORM[2]
-    head = tl.program_id(0) // 2
-    first = tl.program_id(1)
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // (2 * PARTS)
+    begin = tl.program_id(1) * ROWS
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    slot = tl.load(slots + first).to(tl.int64)
-    if (slot < -1) & ((-2 - slot) % PAGE == 0):
-        token = tl.arange(0, PAGE)
-        row = (first + token).to(tl.int64)
-        own = tl.load(slots + row, mask=row < num_tokens, other=-1).to(tl.int64)
-        held = own == slot - token
-        tile = tl.cast(head, tl.int64) * tiles_head + (-2 - slot) // PAGE * FORM[1]
-        if tl.program_id(0) % 2 == 0:
-            _keys(k + row * k_row + head * k_own_head, k_tiles + tile, held, C, FORM[0], D)
-        else:
-            rows = v + row * v_row + head * v_own_head
-            _values(rows, v_tiles + tile, held, C, WIDE, FORM[0], D)
+    each = begin + tl.arange(0, ROWS)
+    some = tl.load(slots + each, mask=each < num_tokens, other=-1)
+    end = tl.where(tl.min(some) < -1, tl.minimum(begin + ROWS, num_tokens), begin)
+    for first in tl.range(begin, end):
+        slot = tl.load(slots + first).to(tl.int64)
+        if (slot < -1) & ((-2 - slot) % PAGE == 0):
+            tile = tl.cast(head, tl.int64) * tiles_head + (-2 - slot) // PAGE * FORM[1]
+            if tl.program_id(0) // PARTS % 2 == 0:
+                token = tl.arange(0, PAGE)
+                row = (first + token).to(tl.int64)
+                own = tl.load(slots + row, mask=row < num_tokens, other=-1).to(tl.int64)
+                rows = k + row * k_row + head * k_own_head
+                _keys(rows, k_tiles + tile, own == slot - token, part, C, PARTS, FORM[0], D)
+            else:
+                token = part * (PAGE // PARTS) + tl.arange(0, PAGE // PARTS)
+                row = (first + token).to(tl.int64)
+                own = tl.load(slots + row, mask=row < num_tokens, other=-1).to(tl.int64)
+                rows = v + row * v_row + head * v_own_head
+                held = own == slot - token
+                _values(rows, v_tiles + tile, held, token, C, WIDE, PAGE, FORM[0], D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _fill_pages(
-    k, v, slots, filled, k_tiles, v_tiles, held_head, tiles_head,
-    FORM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    k, v, slots, filled, k_tiles, v_tiles, num_tokens, held_head, tiles_head,
+    FORM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, LATE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One head's page, if the row program_id(1) is its last one."""
+    """A part of one head's pages whose last row is among the ROWS from program_id(1) on. LATE: the
+    launches before run on, and have waited for what stored the tokens."""
     PAGE: tl.constexpr = FORM[2]
-    head = tl.cast(tl.program_id(0) // 2, tl.int64)
-    row = tl.program_id(1)
+    part = tl.program_id(0) % PARTS
+    head = tl.cast(tl.program_id(0) // (2 * PARTS), tl.int64)
+    begin = tl.program_id(1) * ROWS
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    page = tl.load(filled + row).to(tl.int64)
-    if page >= 0:
-        token = tl.arange(0, PAGE)
-        first = tl.load(slots + row).to(tl.int64) // PAGE * PAGE
-        at = head * held_head + (first + token) * D
-        tile = head * tiles_head + page * FORM[1]
-        if tl.program_id(0) % 2 == 0:
-            _keys(k + at, k_tiles + tile, token >= 0, C, FORM[0], D)
-        else:
-            _values(v + at, v_tiles + tile, token >= 0, C, WIDE, FORM[0], D)
+        if not LATE:
+            tl.extra.cuda.gdc_wait()
+    each = begin + tl.arange(0, ROWS)
+    some = tl.load(filled + each, mask=each < num_tokens, other=-1)
+    end = tl.where(tl.max(some) >= 0, tl.minimum(begin + ROWS, num_tokens), begin)
+    for row in tl.range(begin, end):
+        page = tl.load(filled + row).to(tl.int64)
+        if page >= 0:
+            first = tl.load(slots + row).to(tl.int64) // PAGE * PAGE
+            tile = head * tiles_head + page * FORM[1]
+            if tl.program_id(0) // PARTS % 2 == 0:
+                token = tl.arange(0, PAGE)
+                rows = k + head * held_head + (first + token) * D
+                _keys(rows, k_tiles + tile, token >= 0, part, C, PARTS, FORM[0], D)
+            else:
+                token = part * (PAGE // PARTS) + tl.arange(0, PAGE // PARTS)
+                rows = v + head * held_head + (first + token) * D
+                _values(rows, v_tiles + tile, token >= 0, token, C, WIDE, PAGE, FORM[0], D)
+    if CHAINED and LATE:
+        tl.extra.cuda.gdc_wait()  # whoever waits for this launch waits for those before, too
 
 
 def _options(pages: Pages, dim: int) -> dict[str, Any]:
-    """Of a launch that stores pages in their format."""
+    """Of a launch that stores pages in their format. A page is many small programs: few are stored
+    at a time, and the rest of the step waits for them."""
     kind = pages.kind
+    bytes_each = triton.next_power_of_2(dim * kind.bits // 8)
     return {
         "FORM": form(pages, dim),
         "D": dim,
-        "C": triton.next_power_of_2(dim * kind.bits // 8),
+        "C": bytes_each,
         "WIDE": triton.next_power_of_2(dim // kind.value_groups(dim)),
-        "num_warps": 4,
+        "PARTS": min(MOST_PARTS, bytes_each, pages.page_size),
+        "ROWS": ROWS,
+        "num_warps": 1,
         **chained(pages.k.device),
     }
 
 
-def fill_pages(text: Pages, slots: Tensor, filled: Tensor) -> None:
+def fill_pages(text: Pages, slots: Tensor, filled: Tensor, *, late: bool = False) -> None:
     """Store the pages of the residual that are full now, as `reference.fill_pages` does; slots and
-    filled [T] int32 or int64."""
+    filled [T] int32 or int64. `late`: beside attention's launches, which read none of these."""
     held, dim = text.residual, text.dim
     assert held is not None and held.k[0].is_contiguous() and text.k[0].is_contiguous()
     assert held.k.stride() == held.v.stride()
-    _fill_pages[(2 * len(text.k), len(filled))](
-        *held[:2], slots, filled, text.k, text.v, held.k.stride(0), text.k.stride(0),
-        **_options(text, dim),
+    options = _options(text, dim)
+    _fill_pages[(2 * len(text.k) * options["PARTS"], triton.cdiv(len(filled), ROWS))](
+        *held[:2], slots, filled, text.k, text.v, len(filled), held.k.stride(0), text.k.stride(0),
+        LATE=late, **options,
     )  # fmt: skip
 
 
@@ -245,7 +275,8 @@ def store_pages(k: Tensor, v: Tensor, slots: Tensor, vision: Pages) -> None:
     """
     num_tokens, heads, dim = k.shape
     assert k.stride(2) == v.stride(2) == 1 and vision.k[0].is_contiguous()
-    _store_pages[(2 * heads, num_tokens)](
+    options = _options(vision, dim)
+    _store_pages[(2 * heads * options["PARTS"], triton.cdiv(num_tokens, ROWS))](
         k, v, slots, vision.k, vision.v, num_tokens, *k.stride()[:2], *v.stride()[:2],
-        vision.k.stride(0), **_options(vision, dim),
+        vision.k.stride(0), **options,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """From a batch's chunks to a step's rows and who reads what, in arrays.
 
 Owns the host side of a GPU step: token ids, positions and slots by row, and a `Reader` for each
-chunk and layer group. What is read is mmserve.engine.rows's rule; a decoding token, which is nearly
-all there ever is, is laid out by a shorter way to the same. Knows nothing of devices or weights.
+chunk and layer group. What is read is mmserve.engine.rows's rule; decoding tokens, nearly all there
+are, are laid out by a shorter way to the same. Knows nothing of devices or weights.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from mmserve.spec.draft import Unread
 
 NO_PAGES = np.zeros(0, np.int32)
 
-# The id of a row that stands for the first token of what a device has grown: below those that stand
-# for tokens which the step before has chosen.
+# A row's id for the first token that a device has grown: below those of what a step has chosen.
 GROWN = -1 - 65_536
 
 
 class Layout(NamedTuple):
     """`rows` int32 [lines, T]: token ids, positions by axis, regimes where there are several, by
-    group what is `filled`, where one has a residual, and slots. `readers` by group; `last`: each
-    chunk's last row; `images`: the rows that are images'."""
+    group `filled`, where one has a residual, and slots. `readers` by group; `last`: each chunk's
+    last row; `images`: the rows that are images'; `apart`: no row reads what another one fills."""
 
     rows: Any
     readers: list[list[work.Reader]]
     last: list[int]
     images: list[ImageRows]
+    apart: bool = False
 
 
 @dataclass
@@ -122,8 +122,8 @@ class CUDALayout:
             parts.append(rows)
             total += rows.shape[1]
             last.append(total - 1)
-        rows = np.concatenate(parts, 1) if len(parts) > 1 else parts[0]
-        return Layout(rows, readers, last, images)
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts, 1)
+        return Layout(rows, readers, last, images, num_decoding == len(chunks))
 
     def image(
         self,

@@ -63,6 +63,7 @@ class Shape(NamedTuple):
     embedded: bool  # rows come as embeddings, not as token ids
     crosses: bool  # some row looks at an image beside the text
     launch: Launch
+    apart: bool  # pages of text that the step fills are stored while it reads
 
 
 class CUDARunner(ModelRunner):
@@ -297,7 +298,8 @@ class CUDARunner(ModelRunner):
         self._make_room(max(s.num_slots for s in sets), at)
         self._upload(work.join(sets, padded))
         launch = Launch.of(sets, self._kv_heads, self._processors, deterministic=self._sliced)
-        shape = Shape(bucket, embeds is not None, crosses, launch)
+        apart = layout.apart and self.num_open > 0
+        shape = Shape(bucket, embeds is not None, crosses, launch, apart)
         if not captured:
             if embeds is not None:
                 embeds = functional.pad(embeds, (0, 0, 0, bucket - count))
@@ -357,6 +359,7 @@ class CUDARunner(ModelRunner):
             dense=dense,
             lone=shape.rows == 1 and embeds is None and not shape.launch.large,
             filled=rows[-2 * len(self.groups) :] if self.num_open else None,
+            apart=shape.apart,
         )
         if embeds is not None:
             embeds = embeds.clone()  # layers write into what they are given

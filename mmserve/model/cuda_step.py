@@ -57,7 +57,7 @@ class CUDAStep:
     2, D / 2] float32: by it queries are turned back before images stored at local positions;
     `turns`: what fused layers rotate by, None where the model computes it; `places`: each layer's
     group, and its number there; `lone`: there is but one row, of text, whose own key is the last
-    that it reads.
+    that it reads; `apart`: no row reads a page that another one fills.
     """
 
     work: Tensor
@@ -72,6 +72,7 @@ class CUDAStep:
     dense: tuple[tuple[DenseChunk, ...], ...] = ()
     lone: bool = False
     filled: Tensor | None = None
+    apart: bool = False
 
     def pools(self, layer: int) -> tuple[Pages, Pages]:
         """Of text and of images."""
@@ -84,11 +85,18 @@ class CUDAStep:
         return text if text.residual is None else text.residual, vision
 
     def fill(self, layer: int) -> None:
-        """The step's tokens are stored: so are the pages that are full by them."""
+        """The step's tokens are stored: so are the pages that are full by them, unless that can be
+        done while it reads."""
+        full = None if self.apart else self._full(layer)
+        if full is not None:
+            fill_pages(self.pools(layer)[0], *full)
+
+    def _full(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Slots and what is filled, where text has a residual."""
         group, number = self.places[layer]
-        text = self.text[group].layer(number)
-        if text.residual is not None and self.filled is not None:
-            fill_pages(text, self.slots[group], self.filled[group])
+        if self.filled is None or self.text[group].layer(number).residual is None:
+            return None
+        return self.slots[group], self.filled[group]
 
     def attend(
         self,
@@ -124,6 +132,7 @@ class CUDAStep:
             group=group,
             softcap=softcap,
             sinks=sinks,
+            full=self._full(layer) if self.apart else None,
         )
         for chunk in self.dense[group] if self.dense else ():
             assert softcap is None and sinks is None

@@ -174,7 +174,24 @@ def test_a_step_is_laid_out_as_planned(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 4))
     seqs = [data.draw(sequences(ids, groups, axes, regimes)) for _ in range(count)]
     some = sorted((data.draw(chunks(seq, groups)) for seq in seqs), key=lambda c: c.num_rows > 1)
-    assert_same(layout.step(some), planner.step(some), planner)
+    made = layout.step(some)
+    assert_same(made, planner.step(some), planner)
+    assert not made.apart or all(chunk.num_rows == 1 for chunk in some)
+
+
+def test_only_where_each_row_is_another_sequences_does_none_read_what_another_fills() -> None:
+    seqs = [
+        Sequence(Request(name, (TextSegment(tuple(range(9))),), SamplingParams())) for name in "xy"
+    ]
+    for seq in seqs:
+        seq.tables = [[0, 1, 2]]
+    layout = CUDALayout(Planner(GROUPS[0], TABLE, PAGE))
+    one, other = (Chunk(seq, 8, 1, True) for seq in seqs)
+    several = Chunk(seqs[1], 6, 3, True)
+    guessed = Chunk(seqs[1], 8, 1, True, draft=Draft((3,), (-1,)))
+    assert layout.step([one, other]).apart
+    assert not layout.step([one, several]).apart
+    assert not layout.step([one, guessed]).apart
 
 
 @given(st.data())

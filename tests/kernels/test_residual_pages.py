@@ -39,8 +39,10 @@ def pools(kind: KVFormat, dim: int) -> Pages:
 @pytest.mark.parametrize("kind", GROUPS, ids=name)
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_full_pages_are_stored_and_no_others(kind: KVFormat, dim: int) -> None:
+    empty = torch.full((packed_pages.ROWS,), -1, device=DEVICE)  # and more than one look's rows
     slots = torch.tensor([5, 63, 191, -7, 64], device=DEVICE)
     filled = torch.tensor([-1, 2, 0, -1, -1], device=DEVICE)
+    slots, filled = (torch.cat((empty, some, empty)) for some in (slots, filled))
     actual, expected = pools(kind, dim), pools(kind, dim)
     packed_pages.fill_pages(actual, slots.int(), filled.int())
     reference.fill_pages(expected, slots, filled)
@@ -98,7 +100,13 @@ def reader(of: QueryGroup) -> work.Reader:
     return work.Reader(of.start, of.num_queries, reads, own, border=page * PAGE)
 
 
-def attend(q: Tensor, groups: list[QueryGroup], pages: Pages, splits: work.Splits) -> Tensor:
+def attend(
+    q: Tensor,
+    groups: list[QueryGroup],
+    pages: Pages,
+    splits: work.Splits,
+    full: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     builder = WorkBuilder(HEADS // KV_HEADS, splits)
     tables = builder.build([reader(of) for of in groups], len(q))
     scratch = attention.Scratch(tables.num_slots + 1, HEADS, DIM, q.device)
@@ -109,7 +117,8 @@ def attend(q: Tensor, groups: list[QueryGroup], pages: Pages, splits: work.Split
     packed = torch.from_numpy(work.join([tables])).to(DEVICE)
     rope = torch.zeros(1, 2, DIM // 2, device=DEVICE)
     vision = Pages(pages.k[:, :1], pages.v[:, :1], pages.kind, PAGE, DIM)
-    attention.paged_attention(q, packed, pages, vision, rope, 0.2, scratch, out, launch)
+    tensors = (q, packed, pages, vision, rope, 0.2, scratch, out, launch)
+    attention.paged_attention(*tensors, full=full)
     return out
 
 
@@ -144,3 +153,17 @@ def test_queries_read_their_own_page_as_computed_and_those_before_as_stored(
     splits = work.Splits((), (32,)) if fixed else work.SPLITS
     actual = attend(q, groups, pages, splits).cpu()
     torch.testing.assert_close(actual, expected, rtol=5e-3, atol=5e-3)
+
+
+def test_a_page_that_is_full_may_be_stored_while_its_last_row_reads_it() -> None:
+    """By then nothing of it is read where it is stored."""
+    before, beside = text(FORMATS["int4"], 1), text(FORMATS["int4"], 1)
+    groups = [group(n, n + 1, (n + 2) * PAGE - 1, 1, FAR, seed=n) for n in range(3)]
+    q = torch.randn(len(groups), HEADS, DIM, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    pages = torch.tensor([open_page(int(of.pages[0, -1])) for of in groups], device=DEVICE)
+    free = sorted(set(range(NUM_PAGES)) - {int(p) for of in groups for p in of.pages[0, :-1]})
+    full = (pages * PAGE + PAGE - 1, torch.tensor([free[0], -1, free[-1]], device=DEVICE))
+    packed_pages.fill_pages(before, *full)
+    expected = attend(q, groups, before, work.SPLITS)
+    assert torch.equal(attend(q, groups, beside, work.SPLITS, full), expected)
+    assert torch.equal(beside.k, before.k) and torch.equal(beside.v, before.v)
