@@ -2,6 +2,9 @@
 
 Owns the questions and their order. Knows nothing of how anything is guessed.
 
+Pictures are a dozen shapes on noise, as hard as any; drawings are one to five on plain ground, like
+those that a head was trained on, but others.
+
 Figures are of decoding alone: the tokens behind each stream's first, over the time from the last
 stream's first token to the end. What was asked once is asked again, because earlier answers are
 what some drafters draw upon; without drafts, too, so that both have the same in their caches. A
@@ -31,6 +34,7 @@ from mmserve.config import EngineConfig, SpecConfig
 from mmserve.engine.engine import Engine
 from mmserve.model.weights import load
 from mmserve.request import Request, SamplingParams, Segment, TextSegment, Timings
+from mmserve.train_drafter.pictures import PICTURES, picture
 
 QUESTIONS = (
     "Write a short story about a lighthouse keeper.",
@@ -43,7 +47,7 @@ QUESTIONS = (
     "How do I make a cup of tea?",
 )
 LOOKS = ("Describe this image.", "What shapes are there?")
-PICTURES = 4
+LOOKED_AT = 4  # pictures
 LINES = 24  # of the document
 
 
@@ -143,10 +147,10 @@ class _Session:
         self._count = itertools.count()
 
     def warm_up(self, streams: int) -> None:
-        """What is captured or compiled at its first use is not what is measured."""
-        self.ask([self._chat(f"{q} (first try {streams})") for q in QUESTIONS[:4]], streams)
-        if streams > len(QUESTIONS):
-            self.ask(self._many(streams, "first try"), streams)
+        """What is captured or compiled at its first use is not what is measured: steps over
+        pictures, and those with drafts of several, are others than those over text."""
+        for _, prompts in self.prompts(streams, -1):
+            self.ask(prompts, streams)
 
     def prompts(self, streams: int, repeat: int) -> Iterator[tuple[str, Prompts]]:
         """Cases in their order; a second look stands behind the first and is not without it."""
@@ -162,9 +166,13 @@ class _Session:
         questions = [self._chat(f"{q} ({streams}, {repeat})") for q in QUESTIONS]
         yield [("new questions", questions), ("the same again", questions)]
         if self.engine.least_image_tokens:
-            shown = [draw(f"{streams} {repeat} {n}") for n in range(PICTURES)]
-            looks = [self._chat(text, picture) for picture in shown for text in LOOKS]
+            shown = [draw(f"{streams} {repeat} {n}") for n in range(LOOKED_AT)]
+            looks = [self._chat(text, each) for each in shown for text in LOOKS]
             yield [("new pictures", looks), ("the same pictures again", looks)]
+            first = PICTURES + (10 * repeat + streams) * len(QUESTIONS)
+            shown = [picture(first + n) for n in range(len(QUESTIONS))]
+            captions = [self._chat(LOOKS[0], each) for each in shown]
+            yield [("new drawings", captions), ("the same drawings again", captions)]
         yield [("a document repeated", [self._copying(4 * repeat + n) for n in range(4)])]
 
     def _many(self, streams: int, kind: str) -> Prompts:

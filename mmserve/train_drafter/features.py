@@ -21,8 +21,8 @@ from mmserve.model.loader import LoadedModel
 from mmserve.model.weights import Loaded
 from mmserve.spec.drafter import FINAL
 from mmserve.train_drafter.corpus import Corpus
-from mmserve.train_drafter.pictures import picture
-from mmserve.train_drafter.writing import PICTURES, Chat
+from mmserve.train_drafter.pictures import PICTURES, picture
+from mmserve.train_drafter.writing import Chat
 from mmserve.vision.preprocess import decode
 
 MOST_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 10}  # of a batch, with its padding

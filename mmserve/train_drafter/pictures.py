@@ -11,6 +11,7 @@ import random
 from PIL import Image, ImageDraw
 
 SIZE = 224  # pixels a side
+PICTURES = 1024  # that are written about: those of the first numbers
 _COLOURS = {
     "red": (220, 30, 30),
     "green": (30, 160, 60),

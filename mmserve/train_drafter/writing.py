@@ -28,9 +28,8 @@ from mmserve.request import (
     TextSegment,
 )
 from mmserve.train_drafter import questions
-from mmserve.train_drafter.pictures import picture
+from mmserve.train_drafter.pictures import PICTURES, picture
 
-PICTURES = 1024  # different ones
 LONGEST_QUESTION = 64  # tokens
 SHARES = {"own": 0.4, "asked": 0.3, "image": 0.3}  # of the chats, by where questions come from
 GREEDY_SHARE = 0.6  # of the answers; the rest are sampled

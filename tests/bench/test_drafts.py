@@ -25,6 +25,8 @@ def test_the_same_is_asked_with_drafts_and_without(tmp_path: Path) -> None:
         "the same again, 1 streams",
         "new pictures, 1 streams",
         "the same pictures again, 1 streams",
+        "new drawings, 1 streams",
+        "the same drawings again, 1 streams",
         "a document repeated, 1 streams",
         "questions, 9 streams",
     ]
@@ -35,8 +37,8 @@ def test_the_same_is_asked_with_drafts_and_without(tmp_path: Path) -> None:
         least, most = line.figures["x at least"], line.figures["x at most"]
         assert 0 < least <= line.figures["x as fast"] <= most
     assert sum(line.figures["drafted"] for line in report.lines) > 0
-    assert len(json.loads(path.read_text())["lines"]) == 6
+    assert len(json.loads(path.read_text())["lines"]) == 8
     chosen = bench_drafts(replace(suite, streams=(1,), only=("again",)), config)
-    assert [line.case for line in chosen.lines] == [line.case for line in report.lines[:4]]
+    assert [line.case for line in chosen.lines] == [line.case for line in report.lines[:6]]
     with pytest.raises(ValueError, match="nothing drafts for"):
         bench_drafts(suite, replace(config, speculative=SpecConfig()))

@@ -5,6 +5,7 @@ Owns which examples a shard has. Knows nothing of devices, and nothing of how th
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import warnings
 from collections.abc import Iterator
@@ -78,13 +79,16 @@ class _Shards(IterableDataset[Shard]):
 
 def stream(drawing: Drawing, first: int, workers: int, pinned: bool) -> Iterator[Shard]:
     """Shards from the `first` on, in order however many `workers` make them (0: this process)."""
+    # A fork of this process would inherit a GPU's context and the locks of its threads, and a new
+    # interpreter for each worker would import PyTorch while the next one waits for it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", __name__])
     loader = DataLoader(
         _Shards(drawing, first),
         batch_size=None,
         num_workers=workers,
         prefetch_factor=AHEAD if workers else None,
         pin_memory=pinned,
-        # A fork would inherit a GPU's context and the locks of whatever threads there are.
-        multiprocessing_context="spawn" if workers else None,
+        multiprocessing_context=context if workers else None,
     )
     return iter(loader)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
@@ -19,6 +20,7 @@ INK: Color = (40, 40, 40)
 PAPER: Color = (255, 255, 255)
 TOP_VALUE = 9  # of a bar
 LEFT, RIGHT, TOP, BASE = 26, 216, 16, 190  # pixels, of a chart's frame
+LABELS = (14, 19)  # pixels, of a chart's labels
 CELL = (SIDE - 16) // 2  # of a table, across
 ORDER = ("first", "second", "third", "fourth")
 
@@ -35,6 +37,14 @@ def short_words(draw: Draw, count: int, most: int) -> list[str]:
 
 def small_font(draw: Draw, size: int) -> ImageFont.FreeTypeFont:
     return draw.assets.font(draw.rng.choice(draw.assets.fonts(draw.split)), size)
+
+
+def label_font(draw: Draw, labels: Sequence[str], room: float) -> ImageFont.FreeTypeFont:
+    """As large as lets each label stand under its bar."""
+    name = draw.rng.choice(draw.assets.fonts(draw.split))
+    sizes = [draw.assets.font(name, size) for size in range(*LABELS)]
+    fits = [font for font in sizes if max(map(font.getlength, labels)) <= room]
+    return fits[-1] if fits else sizes[0]
 
 
 def distinct(rng: random.Random, count: int, ground: Color) -> list[str]:
@@ -68,13 +78,13 @@ def chart_picture(draw: Draw, shown: tuple[Bar, ...]) -> Image.Image:
     rng = draw.rng
     image = Image.new("RGB", (SIDE, SIDE), PAPER)
     pen = ImageDraw.Draw(image)
-    font = small_font(draw, 14)
+    step = (RIGHT - LEFT) / len(shown)
+    font = label_font(draw, [bar.label for bar in shown], step - 4)
     unit = (BASE - TOP) / (TOP_VALUE + 0.5)
     for value in range(TOP_VALUE + 1):
         y = BASE - value * unit
         pen.line((LEFT, y, RIGHT, y), fill=(222, 222, 222) if value else INK)
         pen.text((LEFT - 5, y), str(value), font=font, fill=INK, anchor="rm")
-    step = (RIGHT - LEFT) / len(shown)
     width = step * rng.uniform(0.5, 0.75)
     written = rng.random() < 0.4
     for i, bar in enumerate(shown):
