@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmserve.vision.train.learner import Learner
-from mmserve.vision.train.stage import Latents
+from mmserve.vision.train.stage import Stage
 from mmserve.whole_file import replacing
 
 VISION, RESAMPLER, ADAPTER = (
@@ -23,8 +24,10 @@ VISION, RESAMPLER, ADAPTER = (
 )
 
 
-def description(data: Mapping[str, Any], latents: Latents) -> dict[str, Any]:
-    """A model's JSON with other latents, its files where `write_model` writes them."""
+def description(data: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
+    """A model's JSON with the stage's latents and crops, its files where `write_model` writes
+    them."""
+    latents = stage.latents
     made: dict[str, Any] = json.loads(json.dumps(data))
     name = made["name"]
     made["lora"]["file"] = f"{name}/{ADAPTER}"
@@ -32,6 +35,9 @@ def description(data: Mapping[str, Any], latents: Latents) -> dict[str, Any]:
     made["vision"]["compressor"]["latent_grid"] = list(latents.grid)
     made["vision"]["compressor"]["nested"] = list(latents.sizes)
     made["vision"]["details"] = dict(latents.details)
+    made["vision"].pop("crops", None)  # what is not trained is not served
+    if stage.crops is not None:
+        made["vision"]["crops"] = asdict(stage.crops)
     return made
 
 

@@ -1,7 +1,7 @@
 """Dialogues side by side in rows of one length, and their images beside them.
 
 Owns where each finds room and how a row says what belongs together. Arrays only: what a mask or a
-loss makes of them is not known here.
+loss makes of them is not known here. Each piece of an image that is cut up takes the room of one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ MOST_MISSES = 4  # dialogues in a row that find no room, before a shard is full
 
 class Shard(NamedTuple):
     """Rows [R, T] and images. `tokens` int32, 0 in images; `latent` int32: which visual token of
-    all of the shard's stands there, or -1; `image` int16: its number in the shard from 1, 0 for
-    text; `dialogue` int16: which of the row's, -1 where none is; `positions` int32: in it;
-    `answers` bool. `pixels` uint8 [N, 3, size, size], black where there is no image."""
+    all of the shard's stands there, or -1; `image` int16: its number in the shard from 1, its first
+    piece's where it has several, 0 for text; `dialogue` int16: which of the row's, -1 where none
+    is; `positions` int32: in it; `answers` bool. `pixels` uint8 [N, 3, size, size], of each piece,
+    black where there is none."""
 
     tokens: Tensor
     latent: Tensor

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from mmserve.vision.train.dialogue import Dialogue
 from mmserve.vision.train.example import Split
 from mmserve.vision.train.learner import Learner
-from mmserve.vision.train.skills import SKILLS, example
+from mmserve.vision.train.skills import example
 from mmserve.vision.train.stream import Drawing
 from mmserve.vision.train.texts import TextRows
 
@@ -25,7 +25,7 @@ def probe(
     """The share of right answers of each skill, by name, of `count` or as many as there is time
     for; with all latents. `divergence`: from the base model on text, a token."""
     measured = {} if text is None else {"divergence": learner.divergence(text)}
-    weights = drawing.stage.weights(SKILLS, 1.0)
+    weights = drawing.weights(1.0)
     for skill in sorted(skill for skill, weight in weights.items() if weight):
         if time.monotonic() > deadline:
             break
@@ -47,9 +47,8 @@ def _share(learner: Learner, drawing: Drawing, skill: str, count: int) -> float:
 
 
 def _held_out(drawing: Drawing, skill: str, count: int) -> Iterator[Dialogue]:
-    latents = drawing.stage.latents.sizes[-1]
     for index in range(count):
         made = example(
             skill, Split.HELD_OUT, seed=drawing.stage.seed, index=index, assets=drawing.assets
         )
-        yield drawing.scribe.write(made, latents, random.Random(index), scored=True)
+        yield drawing.dialogue(made, drawing.latents, random.Random(index), scored=True)

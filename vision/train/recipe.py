@@ -116,7 +116,7 @@ def train_from(
     """The part behind the loading; what was measured at the end. `chats`: of the base model, asked
     for when they are needed."""
     device, spec = start.loaded.device, start.loaded.spec
-    data = description(start.data, stage.latents)
+    data = description(start.data, stage)
     vision = read_vision(data["vision"])
     tokenizer = Tokenizer(start.loaded.tokenizer, ["<|im_end|>"])
     drawing = Drawing(stage, assets, Scribe(tokenizer, spec), vision.image_size)

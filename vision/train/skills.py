@@ -8,7 +8,7 @@ are in a mixture that names them. Knows nothing of how a skill's pictures are dr
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from types import MappingProxyType
 
 from mmserve.vision.train.assets import Assets
@@ -33,6 +33,11 @@ SKILLS: Mapping[str, Maker] = MappingProxyType(
     {name: make for family in FAMILIES for name, make in family.MAKERS.items()}
 )
 LARGE: Mapping[str, Maker] = MappingProxyType(large.MAKERS)
+
+
+def mixed(named: Container[str]) -> tuple[str, ...]:
+    """What a mixture that names these is of."""
+    return (*SKILLS, *(skill for skill in LARGE if skill in named))
 
 
 def example(skill: str, split: Split, *, seed: int, index: int, assets: Assets) -> Example:

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmserve.vision.crops import Crops
+
 REST = "*"
+TEXT = 64  # tokens of a dialogue beside its images, at least
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Latents:
 
 @dataclass(frozen=True)
 class Packing:
-    """A shard is `rows` of `tokens`, with at most `images`; an update takes `shards`."""
+    """A shard is `rows` of `tokens`, with at most `images`, of which one that is cut up is as many
+    as its pieces; an update takes `shards`."""
 
     rows: int = 8
     tokens: int = 512
@@ -74,6 +78,21 @@ class Stage:
     frozen: tuple[str, ...] = ()  # parts of the vision model that stay as they are
     packing: Packing = field(default_factory=Packing)
     text: Distillation = field(default_factory=Distillation)
+    crops: Crops | None = None  # how large images are cut up, if they are
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for images that find no room."""
+        pieces = 1 if self.crops is None else 1 + self.crops.most
+        latents, packing = self.latents.sizes[-1], self.packing
+        if packing.tokens < pieces * latents + TEXT:
+            raise ValueError(
+                f"a row of {packing.tokens} tokens has no room for an image of {pieces} x "
+                f"{latents} and {TEXT} of text"
+            )
+        if packing.images < pieces:
+            raise ValueError(
+                f"a shard of {packing.images} images has no room for one in {pieces} pieces"
+            )
 
     def weights(self, skills: Iterable[str], progress: float) -> dict[str, float]:
         """Of each skill, when so much of the updates is done."""
@@ -99,6 +118,7 @@ def load_stage(path: Path) -> Stage:
             frozen=tuple(data.pop("frozen", ())),
             packing=Packing(**data.pop("packing", {})),
             text=Distillation(**data.pop("text", {})),
+            crops=Crops(**data.pop("crops")) if "crops" in data else None,
             **data,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:

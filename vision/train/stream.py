@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mmserve.vision.train.assets import Assets
 from mmserve.vision.train.dialogue import Dialogue, Scribe
-from mmserve.vision.train.example import Split
+from mmserve.vision.train.example import Example, Split
 from mmserve.vision.train.packing import Packer, Shard
-from mmserve.vision.train.skills import SKILLS, example
+from mmserve.vision.train.skills import LARGE, SKILLS, example, mixed
 from mmserve.vision.train.stage import REST, Stage
 
 AHEAD = 4  # shards that each worker has ready
@@ -35,14 +35,35 @@ class Drawing:
     image_size: int
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a mixture of skills that there are none of."""
-        if strange := sorted(self.stage.mixture.keys() - SKILLS.keys() - {REST}):
-            raise ValueError(f"no skill is called {strange[0]}; known are {', '.join(SKILLS)}")
+        """Raises ValueError for a mixture of skills that there are none of, or of large pictures
+        that are not cut up."""
+        known, named = (*SKILLS, *LARGE), self.stage.mixture.keys()
+        if strange := sorted(named - {*known, REST}):
+            raise ValueError(f"no skill is called {strange[0]}; known are {', '.join(known)}")
+        if self.stage.crops is None and (large := sorted(named & LARGE.keys())):
+            raise ValueError(f"{large[0]} is for a model that sees crops; the stage declares none")
+
+    @property
+    def latents(self) -> int:
+        """Of an image or a piece of one, at most."""
+        return self.stage.latents.sizes[-1]
 
     @property
     def packer(self) -> Packer:
-        latents = self.stage.latents.sizes[-1]
-        return Packer(self.stage.packing, self.image_size, latents)
+        return Packer(self.stage.packing, self.image_size, self.latents)
+
+    def weights(self, progress: float) -> dict[str, float]:
+        """Of each skill of the mixture, when so much of the updates is done."""
+        return self.stage.weights(mixed(self.stage.mixture), progress)
+
+    def dialogue(
+        self, made: Example, latents: int, rng: random.Random, *, scored: bool = False
+    ) -> Dialogue:
+        """As served: with so many latents of each image, or all where one is cut up."""
+        crops, size = self.stage.crops, self.image_size
+        if crops and any(crops.count(i.width, i.height, size, "auto") for i in made.images):
+            latents = self.latents
+        return self.scribe.write(made, latents, rng, crops=crops, scored=scored)
 
     def shard(self, number: int) -> Shard:
         planned = self.stage.updates * self.stage.packing.shards
@@ -51,14 +72,14 @@ class Drawing:
     def _dialogues(self, number: int, progress: float) -> Iterator[Dialogue]:
         stage = self.stage
         rng = random.Random(f"{stage.seed} shard {number}")
-        weights = stage.weights(SKILLS, progress)
+        weights = self.weights(progress)
         while True:
             (skill,) = rng.choices([*weights], [*weights.values()])
             (latents,) = rng.choices([*stage.latents.chances], [*stage.latents.chances.values()])
             index = rng.getrandbits(48)
             try:
                 made = example(skill, Split.TRAIN, seed=stage.seed, index=index, assets=self.assets)
-                yield self.scribe.write(made, latents, rng)
+                yield self.dialogue(made, latents, rng)
             except Exception as error:  # one of a million must not end hours of training
                 warnings.warn(f"{skill} {index} is left out: {error!r}", stacklevel=1)
 

@@ -8,7 +8,7 @@ import pytest
 
 from mmserve.vision.train.assets import Assets, Split
 from mmserve.vision.train.example import Example
-from mmserve.vision.train.skills import LARGE, SKILLS, example
+from mmserve.vision.train.skills import LARGE, SKILLS, example, mixed
 
 EVERY = (*SKILLS, *LARGE)
 MADE = 4  # examples of a skill and split that are looked at
@@ -51,3 +51,5 @@ def test_every_turn_asks_something_and_answers_it(skill: str, split: Split, asse
 def test_what_only_crops_show_is_no_part_of_all_skills() -> None:
     """A stage's mixture has `*` for those; the ones of large pictures it must name."""
     assert LARGE and not LARGE.keys() & SKILLS.keys()
+    assert mixed({"*", "colour"}) == tuple(SKILLS)
+    assert mixed({"*", "small_emoji"}) == (*SKILLS, "small_emoji")

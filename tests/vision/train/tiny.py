@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmserve.model.spec import read_vision
 from mmserve.tokenizer import Tokenizer
+from mmserve.vision.crops import Crops
 from mmserve.vision.model import VisionModel
 from mmserve.vision.train.assets import Assets
 from mmserve.vision.train.dialogue import Scribe
@@ -66,6 +67,13 @@ STAGE = Stage(
     packing=Packing(rows=1, tokens=448, images=3, shards=2),
     text=Distillation(tokens=100, rows=1, weight=1.0),
 )
+# Large pictures in pieces; a shard has room for one and a small picture.
+CUT = replace(
+    STAGE,
+    mixture={"colour": (1, 1), "small_text": (1, 1), "small_emoji": (1, 1)},
+    packing=Packing(rows=1, tokens=512, images=6, shards=2),
+    crops=Crops(2 * SIZE, 4),
+)
 
 
 def assets(folder: Path) -> Assets:
@@ -101,6 +109,13 @@ def start() -> Start:
 
 
 def drawing(folder: Path, stage: Stage = STAGE) -> Drawing:
+    return drawing_from(assets(folder), stage)
+
+
+def drawing_from(drawn: Assets, stage: Stage) -> Drawing:
     spec: Any = start().loaded.spec
-    tokenizer = Tokenizer(tiny_tokenizer(), ["<|im_end|>"])
-    return Drawing(stage, assets(folder), Scribe(tokenizer, spec), SIZE)
+    return Drawing(stage, drawn, Scribe(tiny_words(), spec), SIZE)
+
+
+def tiny_words() -> Tokenizer:
+    return Tokenizer(tiny_tokenizer(), ["<|im_end|>"])
