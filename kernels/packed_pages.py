@@ -166,6 +166,14 @@ def _values(
     tl.store(tile + token[:, None] * EACH + column[None, :], data.to(tl.uint8), mask=ok[None, :])
 
 
+@triton.jit
+def _rows(slots, first, token, slot, num_tokens, stride):
+    """Where the rows of these tokens of a page begin, and which belong to it."""
+    row = (first + token).to(tl.int64)
+    own = tl.load(slots + row, mask=row < num_tokens, other=-1).to(tl.int64)
+    return row * stride, own == slot - token
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _store_pages(
     k, v, slots, k_tiles, v_tiles, num_tokens, k_row, k_own_head, v_row, v_own_head, tiles_head,
@@ -183,23 +191,20 @@ def _store_pages(
     each = begin + tl.arange(0, ROWS)
     some = tl.load(slots + each, mask=each < num_tokens, other=-1)
     end = tl.where(tl.min(some) < -1, tl.minimum(begin + ROWS, num_tokens), begin)
+    every = tl.arange(0, PAGE)
+    few = part * (PAGE // PARTS) + tl.arange(0, PAGE // PARTS)
     for first in tl.range(begin, end):
         slot = tl.load(slots + first).to(tl.int64)
         if (slot < -1) & ((-2 - slot) % PAGE == 0):
             tile = tl.cast(head, tl.int64) * tiles_head + (-2 - slot) // PAGE * FORM[1]
             if tl.program_id(0) // PARTS % 2 == 0:
-                token = tl.arange(0, PAGE)
-                row = (first + token).to(tl.int64)
-                own = tl.load(slots + row, mask=row < num_tokens, other=-1).to(tl.int64)
-                rows = k + row * k_row + head * k_own_head
-                _keys(rows, k_tiles + tile, own == slot - token, part, C, PARTS, FORM[0], D)
+                k_at, k_held = _rows(slots, first, every, slot, num_tokens, k_row)
+                k_at += head * k_own_head
+                _keys(k + k_at, k_tiles + tile, k_held, part, C, PARTS, FORM[0], D)
             else:
-                token = part * (PAGE // PARTS) + tl.arange(0, PAGE // PARTS)
-                row = (first + token).to(tl.int64)
-                own = tl.load(slots + row, mask=row < num_tokens, other=-1).to(tl.int64)
-                rows = v + row * v_row + head * v_own_head
-                held = own == slot - token
-                _values(rows, v_tiles + tile, held, token, C, WIDE, PAGE, FORM[0], D)
+                v_at, v_held = _rows(slots, first, few, slot, num_tokens, v_row)
+                v_at += head * v_own_head
+                _values(v + v_at, v_tiles + tile, v_held, few, C, WIDE, PAGE, FORM[0], D)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -221,19 +226,18 @@ def _fill_pages(
     each = begin + tl.arange(0, ROWS)
     some = tl.load(filled + each, mask=each < num_tokens, other=-1)
     end = tl.where(tl.max(some) >= 0, tl.minimum(begin + ROWS, num_tokens), begin)
+    every = tl.arange(0, PAGE)
+    few = part * (PAGE // PARTS) + tl.arange(0, PAGE // PARTS)
     for row in tl.range(begin, end):
         page = tl.load(filled + row).to(tl.int64)
         if page >= 0:
-            first = tl.load(slots + row).to(tl.int64) // PAGE * PAGE
+            at = head * held_head + tl.load(slots + row).to(tl.int64) // PAGE * PAGE * D
             tile = head * tiles_head + page * FORM[1]
             if tl.program_id(0) // PARTS % 2 == 0:
-                token = tl.arange(0, PAGE)
-                rows = k + head * held_head + (first + token) * D
-                _keys(rows, k_tiles + tile, token >= 0, part, C, PARTS, FORM[0], D)
+                _keys(k + at + every * D, k_tiles + tile, every >= 0, part, C, PARTS, FORM[0], D)
             else:
-                token = part * (PAGE // PARTS) + tl.arange(0, PAGE // PARTS)
-                rows = v + head * held_head + (first + token) * D
-                _values(rows, v_tiles + tile, token >= 0, token, C, WIDE, PAGE, FORM[0], D)
+                rows = v + at + few * D
+                _values(rows, v_tiles + tile, few >= 0, few, C, WIDE, PAGE, FORM[0], D)
     if CHAINED and LATE:
         tl.extra.cuda.gdc_wait()  # whoever waits for this launch waits for those before, too
 
