@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import Locator, Route, expect
 
 from mmserve.prompt import ImagePart
 from tests.server.conftest import Running
@@ -221,6 +221,27 @@ def test_a_photograph_of_40_mb_is_made_smaller_while_the_page_goes_on(
     assert len(sent) <= server.engine.info.image_limits.max_bytes
     preview = tab.page.locator(".pictures img").evaluate("image => image.naturalWidth")
     assert preview <= 720
+
+
+def test_a_picture_that_is_chosen_before_the_server_has_told_its_limits_keeps_to_them(
+    server: Running, visit: Visit, photograph: Path
+) -> None:
+    tab, held = visit(), list[Route]()
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    tab.page.route("**/v1/models", hold)
+    tab.page.reload()
+    tab.page.set_input_files("input[type=file][multiple]", photograph)
+    tab.page.wait_for_selector(".tray [data-state=uploading]")
+    while not held:
+        tab.page.wait_for_timeout(10)
+    for each in held:
+        each.continue_()
+    tab.answered("What is it?")
+    (sent,) = last_images(server)
+    assert len(sent) <= server.engine.info.image_limits.max_bytes
 
 
 def test_an_original_is_kept_where_that_is_set(server: Running, visit: Visit) -> None:

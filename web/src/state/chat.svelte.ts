@@ -46,6 +46,8 @@ export class Chat {
   notice = $state<NoticeKey | null>(null);
   private readonly threads = new Map<string, Thread>();
   private readonly transport: Transport;
+  private modelsCame = (): void => undefined;
+  private readonly modelsKnown = new Promise<void>((resolve) => (this.modelsCame = resolve));
   private readonly tabs = new Tabs((id) => void this.heard(id));
 
   constructor(
@@ -182,6 +184,7 @@ export class Chat {
   private choose(models: ModelObject[]): ModelObject | null {
     this.models = models;
     this.model = models.find(({ id }) => id === settings.options.model) ?? models[0] ?? null;
+    if (this.model !== null) this.modelsCame();
     return this.model;
   }
 
@@ -267,7 +270,7 @@ export class Chat {
     const { api, store, transport } = this;
     const services = {
       ...{ api, store, transport },
-      limits: () => limitsOf(this.model),
+      limits: () => this.modelsKnown.then(() => limitsOf(this.model)),
       stored: (id: string) => this.tabs.tell(id),
     };
     const thread: Thread = new Thread(conversation, services, (listed) =>

@@ -31,7 +31,7 @@ export interface Services {
   api: Api;
   store: Store;
   transport: Transport;
-  limits: () => PictureLimits;
+  limits: () => Promise<PictureLimits>;
   /** Hears that something of this conversation was stored. */
   stored: (conversationId: string) => void;
 }

@@ -42,7 +42,8 @@ export class Tray {
     private readonly api: Api,
     private readonly conversationId: string,
     private readonly album: Album,
-    private readonly limits: () => PictureLimits,
+    /** The server's, as soon as it has told them. */
+    private readonly limits: () => Promise<PictureLimits>,
     private readonly changed: () => void,
   ) {}
 
@@ -149,7 +150,7 @@ export class Tray {
   }
 
   private async upload(id: string, file: File, work: Work): Promise<void> {
-    const prepared = await prepare(file, this.limits());
+    const prepared = await prepare(file, await this.limits());
     const { preview } = prepared;
     const shown = this.attachments.find((attachment) => attachment.id === id);
     if (shown?.url === null) {
