@@ -132,7 +132,7 @@ def paged_attention(
         )  # fmt: skip
         late = True
     if full is not None:
-        fill_pages(own, *full, late=late and launch.newest + launch.large > 0)
+        fill_pages(own, *full, late=launch.large + launch.newest > 0)
     if launch.merge:
         attention_kernels.merge[(len(q), heads)](
             work, header, *results, sunk, H=heads, D=dim, WIDE=shape["WIDE"], BLOCK_P=launch.merge,

@@ -57,8 +57,14 @@ class Told:
 def mortal(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server over this folder and its address; killed afterwards."""
     command = [sys.executable, str(ROOT / "tests" / "server" / "mortal.py"), str(folder)]
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True)
+    with started(command, stderr=subprocess.DEVNULL) as server:
+        yield server
+
+
+@contextmanager
+def started(command: list[str], **options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server's process and its address, once it is ready; killed afterwards."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()

@@ -15,8 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ import httpx
 
 sys.path.append(str(Path(__file__).parents[2]))
 
+from mmserve.__main__ import EXIT_ENGINE_LOST
+from tests.checks.kill import started, text_of
 from tests.checks.served import input_parts, picture
 
-EXIT_ENGINE_LOST = 75
 PATIENCE_S = 120
 STEPS = 30  # that the first questions may take; the long answer takes more
 FAULTS = {
@@ -35,24 +35,12 @@ FAULTS = {
 }
 
 
-@contextmanager
-def serving(device: str, folder: str, faults: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(
+    device: str, folder: str, faults: str
+) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
     words = [sys.executable, "-m", "mmserve", "serve", "--port", "0", "--device", device]
     words += ["--data-dir", folder, "--speculative-config", "none"]
-    process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, text=True, env={**os.environ, "MMSERVE_FAULTS": faults}
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if "is ready: http" in line:
-                yield process, line.split()[-1]
-                break
-        else:
-            raise SystemExit(f"the server ended with {process.wait()}")
-    finally:
-        process.kill()
-        process.wait()
+    return started(words, env={**os.environ, "MMSERVE_FAULTS": faults})
 
 
 def body(*parts: bytes | str, tokens: int, **more: Any) -> dict[str, Any]:
@@ -60,10 +48,10 @@ def body(*parts: bytes | str, tokens: int, **more: Any) -> dict[str, Any]:
     return made | {"model": "smolvision-135m", "temperature": 0, "max_output_tokens": tokens}
 
 
-def text_of(answer: httpx.Response) -> tuple[str, str]:
+def told(answer: httpx.Response) -> tuple[str, str]:
     """Its id and text."""
-    said = answer.raise_for_status().json()
-    return said["id"], said["output"][0]["content"][0]["text"]
+    response = answer.raise_for_status().json()
+    return response["id"], text_of(response)
 
 
 def last_event(url: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +70,7 @@ def check(device: str, folder: str) -> None:
         first = httpx.post(
             url, json=body(picture(3), "What shape is this?", tokens=4), timeout=PATIENCE_S
         )
-        id, told = text_of(first)
+        id, text = told(first)
         event = last_event(url, body("Tell me a long story.", tokens=400))
         assert event["type"] == "response.failed", event
         error = event["response"]["error"]
@@ -92,12 +80,12 @@ def check(device: str, folder: str) -> None:
     print(f"{error['code']}: {error['message']} Exit code {code}.")
     with serving(device, folder, "") as (_, base):
         url = f"{base}/v1/responses"
-        assert text_of(httpx.get(f"{url}/{id}")) == (id, told)
+        assert told(httpx.get(f"{url}/{id}")) == (id, text)
         failed = httpx.get(f"{url}/{event['response']['id']}").json()
         assert failed["status"] == "failed", failed
         more = body("And what color is it?", tokens=4, previous_response_id=id)
-        _, next = text_of(httpx.post(url, json=more, timeout=PATIENCE_S))
-    print(f"Started anew, the conversation goes on: {told!r}, {next!r}.")
+        _, next = told(httpx.post(url, json=more, timeout=PATIENCE_S))
+    print(f"Started anew, the conversation goes on: {text!r}, {next!r}.")
 
 
 def main() -> None:
