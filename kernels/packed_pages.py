@@ -21,7 +21,7 @@ from mmserve.kernels.packed_store import at_least, widened
 from mmserve.kernels.unpacking import bits_of, form, has_outliers, value_groups
 
 NUM_CLIPS = tl.constexpr(len(CLIPS))
-MOST_PARTS = 8  # of a page of a head's keys or values
+MOST_PARTS = 16  # of a page of a head's keys or values
 ROWS = 16  # of a step that a program looks through for pages
 
 
