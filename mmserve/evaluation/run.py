@@ -33,6 +33,8 @@ class Said(NamedTuple):
 
 def ask(api: Api, row: Row, index: int, assets: Assets) -> Said:
     made = example(row.skill, Split.HELD_OUT, seed=SEED, index=index, assets=assets)
+    if row.longer:
+        made = made.enlarged(row.longer)
     text = api.ask(messages(made, row.detail))
     return Said(made.turns[-1], text, right(row.skill, made.turns[-1], text))
 

@@ -22,7 +22,7 @@ from mmserve.model.weights import Loaded
 # SmolLM2-135M, and what one image costs by `Sizes.of` with its weights.
 DEFAULT_NAME = "smolvision-135m"
 DEFAULT_TEXT = TextDims("llama", 30, 576, 9, 3, 64, 1536, 49152, 1e5)
-DEFAULT_IMAGE_FLOPS, DEFAULT_IMAGE_TOKENS = 2_211_683_296, 32
+DEFAULT_IMAGE_FLOPS, DEFAULT_IMAGE_TOKENS = 2_678_823_904, 64
 QWEN = "qwen2.5-vl"
 PATCHES_A_TOKEN = 4  # of Qwen's tower, joined
 WINDOW_PATCHES = 64  # that a patch of Qwen's tower sees in most layers

@@ -26,7 +26,7 @@ def check_chat(served: Served) -> None:
     chunks = list(stream)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == plain.choices[0].message.content
-    assert chunks[-1].usage.prompt_tokens_details.image_tokens == 32
+    assert chunks[-1].usage.prompt_tokens_details.image_tokens == 64
 
 
 def check_responses(served: Served) -> None:
@@ -42,7 +42,7 @@ def check_responses(served: Served) -> None:
         model=model, input="What shape is in image 1?", previous_response_id=first.id
     )
     assert "circle" in again.output_text.lower(), again.output_text
-    assert again.usage is not None and again.usage.input_tokens_details.cached_tokens > 32
+    assert again.usage is not None and again.usage.input_tokens_details.cached_tokens > 64
     with client.responses.stream(
         model=model, input="What color is it?", previous_response_id=again.id
     ) as stream:

@@ -7,7 +7,7 @@ maker, no model, no tokenizer and no score.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from PIL import Image
 
@@ -41,6 +41,13 @@ class Example:
         shown = [i for turn in self.turns for i in turn.shows]
         assert shown == list(range(len(self.images))), f"{self.skill}: images shown are {shown}"
         assert all(image.mode == "RGB" for image in self.images)
+
+    def enlarged(self, longer: int) -> Example:
+        """The same with so many pixels on the longer side of each picture."""
+        scales = [(image, longer / max(image.size)) for image in self.images]
+        sizes = [(i, (round(i.width * scale), round(i.height * scale))) for i, scale in scales]
+        resized = (image.resize(size, Image.Resampling.BICUBIC) for image, size in sizes)
+        return replace(self, images=tuple(resized))
 
 
 @dataclass(frozen=True)

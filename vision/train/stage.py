@@ -79,9 +79,10 @@ class Stage:
     packing: Packing = field(default_factory=Packing)
     text: Distillation = field(default_factory=Distillation)
     crops: Crops | None = None  # how large images are cut up, if they are
+    enlarged: float = 0.0  # share of examples with one picture that show it so large that it is
 
     def __post_init__(self) -> None:
-        """Raises ValueError for images that find no room."""
+        """Raises ValueError for images that find no room, or are enlarged for nothing."""
         pieces = 1 if self.crops is None else 1 + self.crops.most
         latents, packing = self.latents.sizes[-1], self.packing
         if packing.tokens < pieces * latents + TEXT:
@@ -89,6 +90,8 @@ class Stage:
                 f"a row of {packing.tokens} tokens has no room for an image of {pieces} x "
                 f"{latents} and {TEXT} of text"
             )
+        if self.enlarged and self.crops is None:
+            raise ValueError("enlarges pictures for crops, and declares none")
         if packing.images < pieces:
             raise ValueError(
                 f"a shard of {packing.images} images has no room for one in {pieces} pieces"

@@ -79,9 +79,18 @@ class Drawing:
             index = rng.getrandbits(48)
             try:
                 made = example(skill, Split.TRAIN, seed=stage.seed, index=index, assets=self.assets)
-                yield self.dialogue(made, latents, rng)
+                yield self.dialogue(self._sized(made, rng), latents, rng)
             except Exception as error:  # one of a million must not end hours of training
                 warnings.warn(f"{skill} {index} is left out: {error!r}", stacklevel=1)
+
+    def _sized(self, made: Example, rng: random.Random) -> Example:
+        """Crops of small things alone would teach that large ones are none."""
+        crops, share = self.stage.crops, self.stage.enlarged
+        if crops is None or not share or rng.random() >= share:
+            return made
+        if len(made.images) != 1 or max(made.images[0].size) > crops.above:
+            return made  # several would hardly find room
+        return made.enlarged(rng.randint(crops.above + 1, 2 * crops.above))
 
 
 class _Shards(IterableDataset[Shard]):

@@ -48,6 +48,7 @@ def changed(tmp_path: Path, **words: object) -> Path:
         {"crops": None},
         {"crops": {"most": 4}},
         {"crops": {"above": 448, "most": 1}},
+        {"enlarged": 0.1},
     ],
 )
 def test_a_stage_that_says_something_else_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -19,11 +20,12 @@ from mmserve.request import ImageSegment, TextSegment
 from mmserve.vision.crops import Crops
 from mmserve.vision.decoder import DecodeHere
 from mmserve.vision.train.assets import Assets
+from mmserve.vision.train.dialogue import Dialogue
 from mmserve.vision.train.example import Example, Turn
 from mmserve.vision.train.export import description
 from mmserve.vision.train.learner import seen_by
 from mmserve.vision.train.skills import SKILLS
-from mmserve.vision.train.stage import Stage
+from mmserve.vision.train.stage import Packing, Stage
 from tests.model.dense import image_mask
 from tests.vision.images import encode, noise
 from tests.vision.train.tiny import CUT, DATA, SIZE, STAGE, drawing, drawing_from, start, tiny_words
@@ -113,6 +115,22 @@ def test_a_stage_with_crops_draws_the_same_where_nothing_is_large(tmp_path: Path
         drawing(tmp_path, replace(STAGE, crops=crops)).shard(3) for crops in (None, Crops(448, 2))
     )
     assert all(torch.equal(a, b) for a, b in zip(plain, cut, strict=True))
+
+
+def test_pictures_are_enlarged_that_would_be_seen_as_a_whole(assets: Assets) -> None:
+    mixture = {"colour": (1.0, 1.0), "small_text": (1.0, 1.0), "two_images": (1.0, 1.0)}
+    stage = replace(CUT, mixture=mixture, crops=Crops(448, 4), packing=Packing(tokens=4096))
+    before, after = (
+        [*islice(drawing_from(assets, replace(stage, enlarged=share))._dialogues(1, 0.0), 40)]
+        for share in (0.0, 1.0)
+    )
+
+    def pieces(found: Sequence[Dialogue], skill: str) -> set[int]:
+        return {len(one.pixels) for one in found if one.skill == skill}
+
+    assert pieces(before, "colour") == {1} and pieces(before, "two_images") == {2}
+    assert pieces(after, "colour") == {5} and pieces(after, "two_images") == {2}
+    assert pieces(after, "small_text") == pieces(before, "small_text") != {1}
 
 
 def test_large_pictures_are_drawn_where_the_mixture_names_them(assets: Assets) -> None:
