@@ -126,8 +126,10 @@ class Session:
         return sum(pool.tensor.nbytes for pool in pools)
 
     def image_bytes(self) -> int:
-        """Of the smallest image that the model takes, whole pages; 0 without images."""
-        tokens = self.engine.least_image_tokens
+        """Of an image that nothing is said of, the smallest that the model takes, whole pages; 0
+        without images."""
+        least = self.engine.least_image_tokens
+        tokens = self.engine.border.image_details.get("auto", least)
         shapes = [pool.shape for pool in self.engine.runner.vision]
         return sum(-(-tokens // shape.page_size) * shape.page_bytes for shape in shapes)
 
