@@ -83,7 +83,7 @@ def check_realtime(served: Served) -> None:
         connection.conversation.item.delete(item_id=first)
         assert talk.until("conversation.item.deleted").item_id == first
         assert talk.turn("What color is the last image?")
-        assert talk.usage.input_token_details.image_tokens == 3 * 32
+        assert talk.usage.input_token_details.image_tokens == 3 * 64
         after = served.metric("vision_encoder_runs_total"), served.metric("vision_kv_writes_total")
         assert after == runs, "the other images were computed again"
 

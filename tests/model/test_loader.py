@@ -136,7 +136,7 @@ def test_a_folder_like_configs_models_names_its_one_model(tmp_path: Path) -> Non
 
 def test_the_description_agrees_with_itself() -> None:
     spec = load_spec("smolvision-135m")
-    assert (spec.num_image_tokens, spec.image_size, spec.max_model_len) == (32, 224, 8192)
+    assert (spec.num_image_tokens, spec.image_size, spec.max_model_len) == (64, 224, 8192)
     assert spec.vision.compressor.hidden_size == 576
     assert "{k}" in spec.image_prefix and len(spec.weights_id) == 32
 
