@@ -44,10 +44,13 @@ class Example:
 
     def enlarged(self, longer: int) -> Example:
         """The same with so many pixels on the longer side of each picture."""
-        scales = [(image, longer / max(image.size)) for image in self.images]
-        sizes = [(i, (round(i.width * scale), round(i.height * scale))) for i, scale in scales]
-        resized = (image.resize(size, Image.Resampling.BICUBIC) for image, size in sizes)
-        return replace(self, images=tuple(resized))
+
+        def resized(image: Image.Image) -> Image.Image:
+            scale = longer / max(image.size)
+            size = round(image.width * scale), round(image.height * scale)
+            return image.resize(size, Image.Resampling.BICUBIC)
+
+        return replace(self, images=tuple(map(resized, self.images)))
 
 
 @dataclass(frozen=True)
