@@ -16,10 +16,11 @@ def easy_vqa(draw: Draw) -> Example:
     rng = draw.rng
     number, asked = rng.choice(draw.assets.easy_vqa(draw.split))
     image = draw.assets.easy_vqa_image(draw.split, number)
-    if not draw.held_out and rng.random() < 0.5:
-        image = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR)
-    if not draw.held_out and rng.random() < 0.5:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if not draw.held_out:
+        if rng.random() < 0.5:
+            image = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+        if rng.random() < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return about(draw, "easy_vqa", image, {"easy_vqa": [Turn(*question) for question in asked]})
 
 
