@@ -82,7 +82,7 @@ class Stage:
     enlarged: float = 0.0  # share of examples with one picture that show it so large that it is
 
     def __post_init__(self) -> None:
-        """Raises ValueError for images that find no room, or are enlarged for nothing."""
+        """Raises ValueError for images that find no room, and for what is no share of examples."""
         pieces = 1 if self.crops is None else 1 + self.crops.most
         latents, packing = self.latents.sizes[-1], self.packing
         if packing.tokens < pieces * latents + TEXT:
@@ -90,6 +90,8 @@ class Stage:
                 f"a row of {packing.tokens} tokens has no room for an image of {pieces} x "
                 f"{latents} and {TEXT} of text"
             )
+        if not 0 <= self.enlarged <= 1:
+            raise ValueError(f"enlarged is a share of 0 to 1, not {self.enlarged}")
         if self.enlarged and self.crops is None:
             raise ValueError("enlarges pictures for crops, and declares none")
         if packing.images < pieces:

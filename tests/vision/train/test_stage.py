@@ -49,6 +49,8 @@ def changed(tmp_path: Path, **words: object) -> Path:
         {"crops": {"most": 4}},
         {"crops": {"above": 448, "most": 1}},
         {"enlarged": 0.1},
+        {"enlarged": 1.1, "crops": {"above": 448, "most": 4}},
+        {"enlarged": "half", "crops": {"above": 448, "most": 4}},
     ],
 )
 def test_a_stage_that_says_something_else_is_refused(
